@@ -67,9 +67,11 @@ class Muon(torch.optim.Muon):
         for number, group in enumerate(self.param_groups):
             if not (matrices := [p for p in group["params"] if p.grad is not None]):
                 continue
-            plan = self._plans.get(number)
-            if plan is None or plan.matrices != list(map(id, matrices)):
-                self._plans = {**self._plans, number: (plan := _Plan.of(matrices))}
+            plan, ids = self._plans.get(number), list(map(id, matrices))
+            if plan is None or plan.ids != ids:
+                by_rows, in_fp32 = is_sharded(matrices[0]), slow_in_bf16(matrices[0].device)
+                plan = _Plan(ids, by_rows, in_fp32, list(_batches(matrices, by_rows)))
+                self._plans = {**self._plans, number: plan}
             for together in plan.batches:
                 self._step_together(together, group, plan)
         return loss
@@ -120,18 +122,13 @@ class Muon(torch.optim.Muon):
 class _Plan(NamedTuple):
     """What cannot change from step to step of a group's matrices, which one strategy has placed all alike."""
 
-    matrices: list[int]
-    """Their ``id``: of those that have gradients."""
+    ids: list[int]
+    """Of those that have gradients."""
     by_rows: bool
     """Each rank holds some rows."""
     in_fp32: bool
     """The iteration is done in it."""
     batches: list[list[Tensor]]
-
-    @classmethod
-    def of(cls, matrices: list[Tensor]) -> _Plan:
-        by_rows, in_fp32 = is_sharded(matrices[0]), slow_in_bf16(matrices[0].device)
-        return cls(list(map(id, matrices)), by_rows, in_fp32, list(_batches(matrices, by_rows)))
 
 
 def _batches(parameters: list[Tensor], by_rows: bool) -> Iterator[list[Tensor]]:

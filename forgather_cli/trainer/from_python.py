@@ -1,6 +1,5 @@
 """A Trainer that a script makes, in the words of a recipe: so that it is checked, recorded and found like one. Its run
-directory is taken, described and left as ``forgather train`` does; the script's metrics go there, and on the terminal,
-as Hugging Face's ``log_metrics`` and ``save_metrics`` have them.
+directory is taken, described and left as ``forgather train`` does.
 """
 
 from __future__ import annotations
@@ -8,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import inspect
-import json
 import os
 import re
 import sys
@@ -401,35 +399,3 @@ class ScriptJob:
                 begin_training(self._run_dir)
             check_in_place(self._run_dir)
             self._has_begun = True
-
-
-# ----------------------------------------------------------------------------------------------- a script's own results
-
-
-def print_metrics(split: str, metrics: dict[str, Any]) -> None:
-    """Print a table of the metrics, sorted by name (transformers 5.23, ``trainer_pt_utils.py: log_metrics``)."""
-    told = {name: _told(name, value) for name, value in sorted(metrics.items())}
-    width, places = max(map(len, told), default=0), max(map(len, told.values()), default=0)
-    print(f"***** {split} metrics *****")
-    for name, value in told.items():
-        print(f"  {name:<{width}} = {value:>{places}}")
-
-
-def _told(name: str, value: Any) -> str:
-    if "_runtime" in name:
-        return str(datetime.timedelta(seconds=round(value)))
-    return str(round(value, 4) if isinstance(value, float) else value)
-
-
-def save_metrics(root: Path, split: str, metrics: dict[str, Any], *, combined: bool) -> None:
-    """Write ``<split>_results.json``, and with ``combined`` what ``all_results.json`` has not yet or no more."""
-    write_json(root / f"{split}_results.json", metrics)
-    if combined:
-        path = root / "all_results.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        write_json(path, before | metrics)
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=4, sort_keys=True, default=str) + "\n", encoding="utf-8")

@@ -80,7 +80,10 @@ def _told(
     modules = [frame.f_globals.get("__name__", "") for frame in frames]
     ours = [n for n, module in enumerate(modules) if module.startswith("forgather_cli.")]
     last = modules[ours[-1]].removeprefix("forgather_cli.") if ours else ""
+    caller = frames[ours[-1]].f_code.co_qualname if ours else ""
     part = next((part for module, part in _CALLERS.items() if last.startswith(module)), None)
+    if caller == "CrossEntropy.total":
+        part = "model"  # which it calls itself; the user's losses stand in the same module
     if last.startswith("strategies."):
         minimised = "loss" if _own(run, "loss") is not None else "model"
         if _NO_SCALAR in str(error):
@@ -91,12 +94,12 @@ def _told(
                 minimised,
                 f"it returned {what} without a gradient; leave out detach(), item() and no_grad()",
             )
-    if frames and ours and frames[ours[-1]].f_code.co_qualname.startswith("ComputedLoss."):
+    if caller.startswith("ComputedLoss."):
         return None, ""  # in a compute_loss, whose own traceback it has
     embedding = next((f for f in reversed(frames) if isinstance(f.f_locals.get("self"), nn.Embedding)), None)
     if embedding is not None:
         return _at_embedding(error, embedding.f_locals, run, batches)
-    if last == "loss.losses" and ours[-1] == len(frames) - 1:  # at what the loss returned
+    if part == "loss" and ours[-1] == len(frames) - 1:  # at what the loss returned
         return part, f"it returned no tensor of one number ({raised(error)})"
     return part, raised(error)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import json
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -26,19 +28,12 @@ from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.optim.build import Optimizers
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.trainer import evaluate as evaluation
 from forgather_cli.trainer import from_python
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments, script_settings, with_strategy
 from forgather_cli.trainer.build import collate_fn, eval_loader, train_loader
 from forgather_cli.trainer.checkpoints import RESERVED, save_model
-from forgather_cli.trainer.evaluate import (
-    PredictionOutput,
-    Predictions,
-    evaluate,
-    has_samples,
-    tasks_of,
-    track_best,
-    users_metrics,
-)
+from forgather_cli.trainer.evaluate import PredictionOutput, Predictions
 from forgather_cli.trainer.generate import generated
 from forgather_cli.trainer.given import Hooks, Objects
 from forgather_cli.trainer.optimizers import (
@@ -182,17 +177,16 @@ class Trainer(Loop):
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Loss and perplexity over the whole evaluation split. Builds no optimizer. Emits on_log and on_evaluate."""
-        state = self.state
-        what = f"the evaluation at step {state.global_step}"
-        predictions = None
+        state, predictions = self.state, None
         if self.compute_metrics is not None:
             predictions = Predictions.of(self.run.script, self.strategy, self.preprocess_logits_for_metrics)
+        what = f"the evaluation at step {state.global_step}"
         _, metrics = self._evaluated(eval_dataset, metric_key_prefix, what, self.run.sync, predictions)
         metrics["epoch"] = state.epoch
         self.log(metrics)
         self.emit("on_evaluate", metrics=metrics)
         # after it: Hugging Face's early stopping compares with the old best
-        track_best(self.run.config, state, metrics)
+        evaluation.track_best(self.run.config, state, metrics)
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -220,14 +214,14 @@ class Trainer(Loop):
         """Collective. The arrays that ``predictions`` keeps of a split, by name, if it is given; and the metrics."""
         run = self.run
         loader = self._eval_loader(dataset)
-        with tasks_of(self._loss, loader.dataset, self.processing_class, run.strategy.device) as tasks:
-            metrics = evaluate(
+        with evaluation.tasks_of(self._loss, loader.dataset, self.processing_class, run.strategy.device) as tasks:
+            metrics = evaluation.evaluate(
                 run.strategy, loader, run.config, what=what, prefix=prefix, group=run.cpu_group, sync=sync, run=run,
                 on_batch=partial(self.emit, "on_prediction_step"), predictions=predictions, tasks=tasks,
             )  # fmt: skip
         arrays = {} if predictions is None else predictions.gathered(run.cpu_group)
         if self.compute_metrics is not None and arrays.get("labels") is not None:
-            metrics |= users_metrics(self.compute_metrics, arrays, prefix)
+            metrics |= evaluation.users_metrics(self.compute_metrics, arrays, prefix)
         return arrays, metrics
 
     # ------------------------------------------------------------------------------------- what a subclass may override
@@ -264,7 +258,8 @@ class Trainer(Loop):
         ``num_training_steps``: None where the data do not tell. ``optimizer``: another one than the Trainer's.
         """
         if self.lr_scheduler is None:
-            scheduled = as_optimizers(self.optimizer if optimizer is None else optimizer, self._named_parameters)
+            given = self.optimizer if optimizer is None else optimizer
+            scheduled = as_optimizers(given, trainable_parameters(self.strategy.parts))
             self.lr_scheduler = self._recipe.scheduler(scheduled, num_training_steps)
         return self.lr_scheduler
 
@@ -338,19 +333,40 @@ class Trainer(Loop):
         return self.state.is_local_process_zero
 
     def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
-        """Print the metrics of ``split`` (train, eval, test), on rank 0."""
-        if self.is_world_process_zero():
-            from_python.print_metrics(split, metrics)
+        """Print a table of the metrics of ``split`` (train, eval, test), sorted by name, on rank 0 (transformers 5.23,
+        ``trainer_pt_utils.py: log_metrics``).
+        """
+        if not self.is_world_process_zero():
+            return
+        told = {}
+        for name, value in sorted(metrics.items()):
+            shown = datetime.timedelta(seconds=round(value)) if "_runtime" in name else value
+            told[name] = str(round(shown, 4) if isinstance(shown, float) else shown)
+        width, places = max(map(len, told), default=0), max(map(len, told.values()), default=0)
+        print(f"***** {split} metrics *****")
+        for name, text in told.items():
+            print(f"  {name:<{width}} = {text:>{places}}")
 
     def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-        """Write ``<split>_results.json`` into ``output_dir``, and with ``combined`` add to ``all_results.json``."""
-        if self.is_world_process_zero():
-            from_python.save_metrics(self.run_dir.root, split, metrics, combined=combined)
+        """Write ``<split>_results.json`` into ``output_dir``, and with ``combined`` into ``all_results.json`` what that
+        has not yet or no more.
+        """
+        self._write(f"{split}_results.json", metrics)
+        path = self.run_dir.root / "all_results.json"
+        if combined and self.is_world_process_zero():
+            before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            self._write(path.name, before | metrics)
 
     def save_state(self) -> None:
         """Write the counters and the log history as ``trainer_state.json`` into ``output_dir``."""
+        self._write("trainer_state.json", asdict(self.state))
+
+    def _write(self, name: str, values: dict[str, Any]) -> None:
+        """Into ``output_dir``, on rank 0."""
         if self.is_world_process_zero():
-            from_python.write_json(self.run_dir.root / "trainer_state.json", asdict(self.state))
+            self.run_dir.root.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(values, indent=4, sort_keys=True, default=str) + "\n"
+            (self.run_dir.root / name).write_text(text, encoding="utf-8")
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Write weights, config and tokenizer as a Hugging Face directory (default: ``output_dir``)."""
@@ -384,18 +400,18 @@ class Trainer(Loop):
 
     def _make_optimizer(self, total_steps: int | None) -> None:
         """Anew for each training, unless the script has set one since."""
-        run = self.run
+        run, parameters = self.run, trainable_parameters(self.strategy.parts)
         if self.optimizer is run.optimizer:
             self.optimizer = None
         if self.lr_scheduler is run.lr_scheduler:
             self.lr_scheduler = None
         made = self.create_optimizer()
-        run.optimizer = as_optimizers(made if self.optimizer is None else self.optimizer, self._named_parameters)
+        run.optimizer = as_optimizers(made if self.optimizer is None else self.optimizer, parameters)
         made = self.create_scheduler(total_steps)
         run.lr_scheduler = as_schedule(made if self.lr_scheduler is None else self.lr_scheduler, run.optimizer)
         self.optimizer, self.lr_scheduler = run.optimizer, run.lr_scheduler
         if run.script.debug_optimizer_groups:
-            print_groups(run.optimizer, self._named_parameters, run.cpu_group)
+            print_groups(run.optimizer, parameters, run.cpu_group)
         for scheduler in run.lr_scheduler.schedulers:
             if isinstance(scheduler, TrainerCallback):
                 self.callbacks.add(scheduler)
@@ -405,14 +421,10 @@ class Trainer(Loop):
         return own_components(given, self.get_process_groups(), RESERVED, self.run.cpu_group)
 
     def _prepare_evaluation(self) -> bool:
-        can_evaluate = has_samples(self.run, self.eval_dataset)
+        can_evaluate = evaluation.has_samples(self.run, self.eval_dataset)
         if can_evaluate and schedule.evaluates(self.run.config):
             self._eval_loader(None)
         return can_evaluate
-
-    @property
-    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        return trainable_parameters(self.strategy.parts)
 
     @cached_property
     def _collate_fn(self) -> CollateFn | None:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from forgather_cli.callbacks.base import BuiltIn, CallbackList, TrainerControl, TrainerState
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config
+from forgather_cli.data.loaders.collate import Step
 from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
 from forgather_cli.errors import PartError
 from forgather_cli.launch.exit_status import ExitStatus
@@ -29,7 +30,7 @@ from forgather_cli.trainer.arguments import RecipeArguments, ScriptSettings
 from forgather_cli.trainer.build import model_spec, num_parameters, strategy_of
 from forgather_cli.trainer.checkpoints import Checkpoints, drawn_seed, write_side_files
 from forgather_cli.trainer.device_errors import explain_model, explain_step
-from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents, StepData
+from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents
 from forgather_cli.trainer.finish import finish
 from forgather_cli.trainer.given import Hooks, Objects
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
@@ -258,7 +259,7 @@ class Loop:
         epochs.end(data_ended=data_ended)  # before a save, so that a resume from it begins the next epoch
         self._step_end.after_epoch()
 
-    def step(self, data: StepData) -> tuple[Tensor, Tensor | None]:
+    def step(self, data: Step) -> tuple[Tensor, Tensor | None]:
         """One optimizer step: gradients of the whole step, clip, optimizer, scheduler.
 
         Waits for the device only under fp16: a step whose gradients overflowed is counted, but leaves weights, moments
