@@ -129,8 +129,8 @@ import json, os, sys
 sys.path.insert(0, os.getcwd())
 os.dup2(1, 2)
 sys.stdout = sys.stderr = open(1, "w", buffering=1, closefd=False)
-from forgather_cli.terminal import bars
 from forgather_cli.cli import app
+from forgather_cli.terminal import bars
 assert app.__file__.startswith(os.getcwd())
 bars.SILENCE = 3600.0
 for command in json.loads(sys.argv[1]):
