@@ -60,7 +60,7 @@ class Commands(Group):
         module, _, attribute = COMMANDS[cmd_name].partition(":")
         with doing("importing the commands"):
             found = getattr(import_module(module), attribute)
-        parent = typer.Typer()
+        parent = typer.Typer(rich_markup_mode=self.rich_markup_mode)  # typer 0.20 leaves a placeholder
         if isinstance(found, typer.Typer):
             parent.add_typer(found, name=cmd_name)
         else:
