@@ -136,13 +136,13 @@ class _AutoClassesHook:
 
         def run_and_register(module: Any) -> None:
             run(module)
-            import_module("forgather_cli.models.hf.auto_classes")
+            import_module("forgather_cli.models.auto_classes")
 
         spec.loader.exec_module = run_and_register
         return spec
 
 
 if _AUTO in sys.modules:
-    import_module("forgather_cli.models.hf.auto_classes")
+    import_module("forgather_cli.models.auto_classes")
 else:
     sys.meta_path.insert(0, _AutoClassesHook)

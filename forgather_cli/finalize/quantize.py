@@ -31,9 +31,9 @@ from forgather_cli.finalize.export import read_config, write_json
 from forgather_cli.models.build import build_model, directory_option, model_of
 from forgather_cli.models.init import reset_buffers
 from forgather_cli.models.pretrained import settings_from_hf
-from forgather_cli.precision.convert import Conversion, indivisible, misaligned, sorted_out
-from forgather_cli.precision.package import need_torchao
-from forgather_cli.precision.recipes import group_size_of, needs_cuda, stored_as, why_not_here
+from forgather_cli.quantized.convert import Conversion, indivisible, misaligned, sorted_out
+from forgather_cli.quantized.package import need_torchao
+from forgather_cli.quantized.recipes import group_size_of, needs_cuda, stored_as, why_not_here
 from forgather_cli.terminal.bars import Bar
 
 _log = logging.getLogger(__name__)

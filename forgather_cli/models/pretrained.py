@@ -26,7 +26,7 @@ from forgather_cli.config.schema import (
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
 
-MODELING_FILE = Path(__file__).parent / "hf" / "modeling_qwen3_encdec.py"
+MODELING_FILE = Path(__file__).parent / "modeling_qwen3_encdec.py"
 """What lies in the directory of an encoder-decoder, so that transformers can build it."""
 AUTO_MAP = {
     "AutoConfig": f"{MODELING_FILE.stem}.Qwen3EncDecConfig",
@@ -391,14 +391,13 @@ def write_model_files(model: nn.Module, processing_class: Any, directory: Path) 
     """
     from forgather_cli.models.decoder import Decoder
     from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
-    from forgather_cli.models.hf.model import CausalLM
 
     if isinstance(model, Decoder | Qwen3ForSeq2SeqLM):
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         write_config(directory, model.settings, **{n: getattr(processing_class, n, None) for n in names}, dtype=dtype)
-    elif isinstance(model, CausalLM):
-        model.save_files(directory, processing_class)
+    elif callable(save_files := getattr(model, "save_files", None)):  # a class of transformers in models/hf
+        save_files(directory, processing_class)
     else:
         for part in (getattr(model, "config", None), getattr(model, "generation_config", None)):
             _saved(part, "save_pretrained", directory)

@@ -22,7 +22,6 @@ from forgather_cli.errors import ForgatherError
 from forgather_cli.loss import Loss, model_kwargs
 from forgather_cli.models.stages import hidden_states
 from forgather_cli.models.transform import recomputes
-from forgather_cli.precision.convert import computes_in_float8
 from forgather_cli.strategies.base import Batch
 
 
@@ -105,7 +104,9 @@ class TrainingSchedule:
         if settings.splits_backward and any(recomputes(module.model) for module in modules):
             # split, each of the two, and each group of weights by itself, would recompute a block: 13 times the forward
             self.whole_backward = "gradient_checkpointing"
-        elif settings.splits_backward and any(computes_in_float8(module.model) for module in modules):
+        elif settings.splits_backward and any(
+            type(layer).__name__ == "Float8Linear" for module in modules for layer in module.model.modules()
+        ):
             # torchao 0.18 has one autograd.Function for both products of a layer's backward
             self.whole_backward = "precision=fp8"
         self._shape: torch.Size | None = None

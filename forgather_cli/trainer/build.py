@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import Config, RunSettings, Target
+from forgather_cli.config.schema import Config, FP8Settings, QATSettings, RunSettings, Target
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
@@ -19,7 +19,6 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.loss import ComputedLoss, Loss, build_loss
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.precision import parameter_dtype
-from forgather_cli.precision.convert import converted, converts
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
 from forgather_cli.strategies.build import build_strategy
@@ -75,16 +74,18 @@ def model_spec(
     from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
 
     check_supported(args, strategy)
-    dtype = parameter_dtype(args.precision)
+    option, dtype = args.precision, parameter_dtype(args.precision)
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
         nonlocal logged
         if dtype is not None:
             cast_parameters(model, dtype)
-        done = converted(model, args.precision, strategy.device)
-        if done and not logged:
-            for line in done.lines():
+        if isinstance(option, FP8Settings | QATSettings):
+            from forgather_cli.quantized.convert import converted
+
+            done = converted(model, option, strategy.device)
+            for line in () if logged else done.lines():
                 _log.info("%s", line)
             logged = True
         return model
@@ -103,7 +104,7 @@ def model_spec(
 
     return ModelSpec(
         build,
-        adapt=adapt if dtype is not None or converts(args.precision) else None,
+        adapt=adapt if dtype is not None or isinstance(option, FP8Settings | QATSettings) else None,
         checkpoint=checkpoint if args.gradient_checkpointing else None,
         compile=compiled if args.torch_compile else None,
         init=init,

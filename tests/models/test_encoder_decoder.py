@@ -123,7 +123,7 @@ def test_generation_with_and_without_a_cache_writes_the_same() -> None:
 
 
 def test_the_class_that_is_written_generates_the_same_with_a_cache() -> None:
-    from forgather_cli.models.hf.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
+    from forgather_cli.models.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
 
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
@@ -143,7 +143,7 @@ def test_the_class_that_is_written_generates_the_same_with_a_cache() -> None:
 
 
 def test_beams_of_the_decoder_are_those_of_transformers(tmp_path: Path) -> None:
-    from forgather_cli.models.hf.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
+    from forgather_cli.models.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
     from forgather_cli.models.pretrained import write_model_files
 
     ours = model(initializer_range=0.3)

@@ -149,7 +149,7 @@ import forgather_cli
 assert not {{"torch", "transformers"}} & sys.modules.keys()
 {load}
 model = AutoModelForSeq2SeqLM.from_pretrained("out")
-assert type(model).__module__ == "forgather_cli.models.hf.modeling_qwen3_encdec"
+assert type(model).__module__ == "forgather_cli.models.modeling_qwen3_encdec"
 model.save_pretrained("saved")
 assert greedy(AutoModelForSeq2SeqLM.from_pretrained("saved")) == greedy(model)
 print(greedy(model))

@@ -24,7 +24,7 @@ from forgather_cli.loss import CrossEntropy
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import allocate, init_parameters
 from forgather_cli.precision import autocast_for
-from forgather_cli.precision.convert import Conversion, converted, emulated
+from forgather_cli.quantized.convert import Conversion, converted, emulated
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import ModelSpec
 from forgather_cli.strategies.single import SingleDevice
@@ -39,9 +39,7 @@ SMALL = (
 
 
 def conversion(model: nn.Module, **settings: Any) -> Conversion:
-    done = converted(model, FP8Settings(**settings), CPU)
-    assert done is not None
-    return done
+    return converted(model, FP8Settings(**settings), CPU)
 
 
 def batch() -> dict[str, Tensor]:

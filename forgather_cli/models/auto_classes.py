@@ -8,7 +8,7 @@ from __future__ import annotations
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForSeq2SeqLM
 
-from forgather_cli.models.hf.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
+from forgather_cli.models.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
 
 AutoConfig.register(Qwen3EncDecConfig.model_type, Qwen3EncDecConfig)
 AutoModelForSeq2SeqLM.register(Qwen3EncDecConfig, Qwen3ForSeq2SeqLM)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import FP8Settings, PrecisionOption, QATSettings
+from forgather_cli.config.schema import FP8Settings, QATSettings
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.hardware import has_float8
-from forgather_cli.precision.package import need_torchao
-from forgather_cli.precision.recipes import group_size_of, rounded_by
+from forgather_cli.quantized.package import need_torchao
+from forgather_cli.quantized.recipes import group_size_of, rounded_by
 
 _ALIGNED = 16
 """What float8 kernels want the sizes of a matrix to be multiples of (``torch._scaled_mm``, 16 bytes)."""
@@ -52,13 +52,8 @@ def _grouped(names: Iterable[str]) -> list[str]:
     return [f"{pattern} ({len(of)})" if len(of) > 1 else of[0] for pattern, of in alike.items()]
 
 
-def converts(option: PrecisionOption | None) -> bool:
-    """Whether ``converted`` does anything."""
-    return isinstance(option, FP8Settings | QATSettings)
-
-
-def converted(model: nn.Module, option: PrecisionOption | None, device: torch.device) -> Conversion | None:
-    """Convert the linear layers of ``model`` (on meta too) in place, to be run on ``device``; None if nothing is asked.
+def converted(model: nn.Module, option: FP8Settings | QATSettings, device: torch.device) -> Conversion:
+    """Convert the linear layers of ``model`` (on meta too) in place, to be run on ``device``.
 
     Raises SetupError where torchao or float8 is missing, ModelError if no layer can be converted.
     """
@@ -67,14 +62,12 @@ def converted(model: nn.Module, option: PrecisionOption | None, device: torch.de
         names, left = sorted_out(model, option.exclude, misaligned)
         convert = _to_float8(option, device)
         what = f"multiply in float8 ({option.fp8_recipe}{', emulated' if emulated(option, device) else ''})"
-    elif isinstance(option, QATSettings):
+    else:
         need_torchao("precision=qat", "torchao.quantization.qat")
         size = group_size_of(option.qat_recipe, option.group_size)
         names, left = sorted_out(model, option.exclude, lambda layer: indivisible(layer, size))
         convert = _to_rounded(option)
         what = f"round as {option.qat_recipe}" + (f" in groups of {size}" if size else "")
-    else:
-        return None
     if not names:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(left.items())[:3]) or "it has none"
         raise ModelError(
@@ -90,11 +83,6 @@ def _linear(model: nn.Module, name: str) -> nn.Linear:
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
     return layer
-
-
-def computes_in_float8(model: nn.Module) -> bool:
-    """Whether ``model`` has layers that multiply in float8."""
-    return any(type(module).__name__ == "Float8Linear" for module in model.modules())
 
 
 def emulated(option: FP8Settings, device: torch.device) -> bool:
