@@ -229,6 +229,11 @@ def closure(name: str) -> set[str]:
     return seen
 
 
+def test_the_map_of_launch_has_each_of_its_modules() -> None:
+    told = ast.get_docstring(MODULES["launch"]) or ""
+    assert not [name for name in MODULES if layer(name) == "launch" != name and f"{name[7:]}.py" not in told]
+
+
 def test_the_root_has_at_most_ten_modules() -> None:
     in_root = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
     assert len(in_root) <= 10, "give it to the folder that uses it most"
