@@ -16,8 +16,7 @@ import pytest
 import torch
 from program import forgather
 
-from forgather_cli.control import registry
-from forgather_cli.control.server import PORTS
+from forgather_cli.control import registry, server
 from forgather_cli.launch.processes import temporary_folder
 
 
@@ -91,13 +90,12 @@ def test_leftovers_of_killed_processes_are_found(machine: Path, capsys: pytest.C
     assert [each for each in report(capsys)["findings"] if each["weight"] == "to clean"] == []
 
 
-def test_all_ports_taken_is_a_warning(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with ExitStack() as held:
-        for port in PORTS:
-            try:
-                held.enter_context(socket.create_server(("127.0.0.1", port)))
-            except OSError:  # taken already
-                continue
+def test_all_ports_taken_is_a_warning(
+    machine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ExitStack() as held:  # not the hundred of jobs that other tests run meanwhile
+        taken = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        monkeypatch.setattr(server, "PORTS", [each.getsockname()[1] for each in taken])
         assert report(capsys)["ports"]["free"] == 0
         assert forgather("doctor") == 0
         assert "callbacks.control.port" in capsys.readouterr().out
