@@ -19,8 +19,7 @@ from torch import Tensor
 from forgather_cli.checkpoint.files import Pieces, Range, at_once, write_file, write_ranges
 from forgather_cli.checkpoint.format import MAX_SHARD_BYTES, Piece, Plan, TensorSpec, plan, read_header
 from forgather_cli.documents.encoding import DTYPES, raw_bytes
-from forgather_cli.documents.json_and_yaml import read_weight_map
-from forgather_cli.documents.regular_files import open_file
+from forgather_cli.documents.regular_files import open_file, read_weight_map
 from forgather_cli.errors import CheckpointError
 from forgather_cli.terminal.bars import Bar
 

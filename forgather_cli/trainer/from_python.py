@@ -23,12 +23,7 @@ from forgather_cli.callbacks.base import BuiltIn, CallbackList
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.config.decode import dump_saved, to_tree
 from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import (
-    Config,
-    DataTarget,
-    RunSettings,
-    Target,
-)
+from forgather_cli.config.schema import Config, DataTarget, RunSettings, Target
 from forgather_cli.distributed import on_rank_0, world, world_size
 from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
 from forgather_cli.launch.exit_status import ExitStatus, from_error
