@@ -32,14 +32,7 @@ from forgather_cli.run_dir import run_of, shown
 from forgather_cli.shards import box_of, local, not_finite
 from forgather_cli.terminal.bars import doing
 from forgather_cli.trainer.run import TrainingRun
-from forgather_cli.trainer.states import (
-    CallbackStates,
-    RandomState,
-    StrategyState,
-    ToCompare,
-    TrainerProgress,
-    check_counters,
-)
+from forgather_cli.trainer.states import CallbackStates, RandomState, RunState, StrategyState, ToCompare, check_counters
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +155,7 @@ class Checkpoints:
         return [
             Component("scheduler", run.lr_scheduler, Sharing.REPLICATED),
             Component("data", run.epochs, position),
-            Component("trainer", TrainerProgress(run), Sharing.GLOBAL),  # which counts what these do
+            Component("trainer", RunState(run), Sharing.GLOBAL),  # which counts what these do
             Component("callbacks", CallbackStates(self._callbacks), Sharing.GLOBAL),
             Component("rng", RandomState(), Sharing.PER_RANK),
         ]
