@@ -31,7 +31,7 @@ from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 
 @dataclass
 class TrainingRun:
-    """One model in training: settings, parts, and how far it is. The Trainer makes it; its helpers are given it."""
+    """One model in training: settings, parts, and how far it is. The loop makes it; its helpers are given it."""
 
     config: Config
     script: ScriptSettings
@@ -49,7 +49,7 @@ class TrainingRun:
     seed: int
     job: TrainingJob
     emit: Callable[..., None]
-    """``emit(event, **facts)`` sends an event to the callbacks (``Trainer.emit``)."""
+    """``emit(event, **facts)`` sends an event to the callbacks (``Loop.emit``)."""
     write_model_files: Callable[[Path], None]
     """Writes config and tokenizer, where they are known, into a directory."""
     scaler: LossScaler | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from forgather_cli.errors import NotFiniteError
 from forgather_cli.run_dir import step_of
 from forgather_cli.trainer.checkpoints import Checkpoints
 from forgather_cli.trainer.evaluate import EvaluationStopped, agree_on_best
+from forgather_cli.trainer.given import Hooks
 from forgather_cli.trainer.metrics import Interval
 from forgather_cli.trainer.recovery import Recovery
 from forgather_cli.trainer.run import TrainingRun
@@ -27,18 +27,11 @@ class StepEnd:
     """Logs, evaluates and saves when that is due, or when a command or a callback has set it in ``control``."""
 
     def __init__(
-        self,
-        run: TrainingRun,
-        checkpoints: Checkpoints,
-        recovery: Recovery,
-        evaluate: Callable[[], dict[str, float]],
-        log_metrics: Callable[[dict[str, float]], None],
-        *,
-        can_evaluate: bool,
+        self, run: TrainingRun, checkpoints: Checkpoints, recovery: Recovery, hooks: Hooks, *, can_evaluate: bool
     ) -> None:
-        """``log_metrics``: ``Trainer.log``; ``can_evaluate``: there is an evaluation dataset."""
+        """``can_evaluate``: there is an evaluation dataset."""
         self._run, self._checkpoints, self._recovery = run, checkpoints, recovery
-        self._evaluate_split, self._can_evaluate, self._log_metrics = evaluate, can_evaluate, log_metrics
+        self._hooks, self._can_evaluate = hooks, can_evaluate
         self._evaluated_step: int | None = None
         self._discarded_step: int | None = None
         self._eval_metrics: dict[str, float] = {}
@@ -195,7 +188,7 @@ class StepEnd:
         run = self._run
         run.state.total_flos = run.metrics.total_flops
         run.emit("on_log_step", logs=logs, interval=interval)
-        self._log_metrics(logs)
+        self._hooks.log(logs)
 
     # ----------------------------------------------------------------------------------------------- evaluate and save
 
@@ -204,7 +197,7 @@ class StepEnd:
         run.control.should_evaluate = False
         start = time.perf_counter()
         try:
-            self._eval_metrics = self._evaluate_split()
+            self._eval_metrics = self._hooks.evaluate()
             self._evaluated_step = step
             agree_on_best(run.config, run.state, self._eval_metrics, run.cpu_group)
         except EvaluationStopped:

@@ -220,9 +220,7 @@ class Loop:
         can_evaluate = self._hooks.prepare_evaluation()
         state.num_train_epochs, state.logging_steps = config.num_train_epochs, config.logging_steps
         state.eval_steps, state.save_steps = config.eval_steps, config.save_steps
-        self._step_end = StepEnd(
-            run, self.checkpoints, self._recovery, self._hooks.evaluate, self._hooks.log, can_evaluate=can_evaluate
-        )
+        self._step_end = StepEnd(run, self.checkpoints, self._recovery, self._hooks, can_evaluate=can_evaluate)
         for part in strategy.parts:
             part.train()
 

@@ -158,7 +158,7 @@ def test_a_step_sends_what_the_mathematics_needs_and_waits_for_nothing(layout: s
 
 
 PACKAGE = str(Path(forgather_cli.__file__).parent)
-CALLS = 114
+CALLS = 107
 """Of our functions in a step from Python on one device, with two layers, under a callback at the step's end (Python
 3.11, where each comprehension is one). A call more is a place more that a reader of the step has to go to.
 """
