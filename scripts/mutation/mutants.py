@@ -2,6 +2,7 @@
 
     scripts/mutants --seed 0 --n 60                       # 60 mutants, drawn evenly over all modules
     scripts/mutants --seed 1 --n 40 forgather_cli/data    # of these modules alone
+    scripts/mutants --seed 0 --n 60 --quick               # against the first tests alone; without --quick it goes on
     scripts/mutants --seed 0 --n 60 --out before.jsonl    # what is in this file is not done again
 
 A seed draws the same mutants again. Each is run in a copy of the tree, first against the tests that are of its module
@@ -65,6 +66,7 @@ def main(
     parser.add_argument(
         "--out", type=Path, default=root / "outputs/mutants.jsonl", help="results (default: %(default)s)"
     )
+    parser.add_argument("--quick", action="store_true", help="only the tests of each module alone, not its folder's")
     parser.add_argument("--list", action="store_true", help="print what is drawn, and run nothing")
     parser.add_argument("paths", nargs="*", metavar="PATH", help="modules or folders of forgather_cli/ (default: all)")
     args = parser.parse_args(words)
@@ -78,6 +80,8 @@ def main(
     if args.list:
         print(*drawn, sep="\n")
         return 0
+    if args.quick:
+        modules = {file: stages[:1] for file, stages in modules.items()}
     results = Results(args.out)
     with tempfile.TemporaryDirectory(prefix="forgather-mutants-") as work:
         wanted = [mutant for mutant in drawn if mutant.key not in equal]

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import gc
 import importlib
+import logging
 import os
 import resource
 import shutil
@@ -60,7 +61,6 @@ class Copies:
     """Copies of the tree of ``root``, in ``work``, one for each trial at a time."""
 
     def __init__(self, root: Path, work: Path, jobs: int) -> None:
-        self._root = root
         self._free = [work / str(job) for job in range(jobs)]
         for copy in self._free:
             shutil.copytree(root, copy / "tree", ignore=shutil.ignore_patterns(*_NOT_COPIED), symlinks=True)
@@ -88,15 +88,18 @@ class Copies:
         for name in _FILES:
             (copy / name).unlink(missing_ok=True)
         if mutant := trial.mutant:
-            _write(copy / "tree/forgather_cli" / mutant.file, mutant.source)
+            module = copy / "tree/forgather_cli" / mutant.file
+            module.rename(copy / "original")
+            module.write_bytes(mutant.source)
+            # a time that no other text of it had, or Python would take the bytecode of one that is as long
+            os.utime(module, ns=(0, int(time.time() * 1000) * 10**9 % (2**32 * 10**9)))
         sys.stdout.flush()
         if (pid := os.fork()) == 0:
             code = 1
             try:
                 _guard(trial, copy)
                 if mutant:
-                    original = self._root / "forgather_cli" / mutant.file
-                    shutil.copy2(original, copy / "tree/forgather_cli" / mutant.file)
+                    (copy / "original").rename(module)
                 code = 0
             except BaseException:
                 traceback.print_exc()
@@ -107,16 +110,12 @@ class Copies:
 
 def warm_up(libraries: Iterable[str]) -> None:
     """Import these for all trials that follow."""
+    logging.disable()  # which of its extensions torchao cannot load
     for name in libraries:
         if find_spec(name.partition(".")[0]) is not None:
             importlib.import_module(name)
+    logging.disable(logging.NOTSET)
     gc.freeze()
-
-
-def _write(file: Path, source: bytes) -> None:
-    """With a time that no other text of this file had, or Python would take the bytecode of one that is as long."""
-    file.write_bytes(source)
-    os.utime(file, ns=(0, int(time.time() * 1000) * 10**9 % (2**32 * 10**9)))
 
 
 def _outcome(copy: Path, seconds: float) -> Outcome:
