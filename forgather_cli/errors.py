@@ -190,10 +190,9 @@ def too_few_descriptors(error: BaseException | None) -> SetupError | None:
 
 def not_installed(error: BaseException) -> ConfigError | None:
     """What to tell of an import of a part of ours that has been taken out of this installation; None for any other."""
-    if not isinstance(error, ModuleNotFoundError) or not str(error.name).startswith("forgather_cli."):
-        return None
-    path = str(error.name).replace(".", "/")
-    return ConfigError(f"{path}: is not part of this installation, and this needs it; install all of forgather")
+    name = error.name or "" if isinstance(error, ModuleNotFoundError) else ""
+    told = f"{name.replace('.', '/')}: is not part of this installation, and this needs it; install all of forgather"
+    return ConfigError(told) if name.startswith("forgather_cli.") else None
 
 
 def ranks_named(ranks: Sequence[int]) -> str:

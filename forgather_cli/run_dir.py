@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.documents.json_and_yaml import read_yaml
+from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import CallbackError, PartError, SetupError
 
 ABOUT_THE_RUN = frozenset(

@@ -29,7 +29,7 @@ from forgather_cli.terminal.bars import Bar, doing
 
 if TYPE_CHECKING:
     from forgather_cli.data.splits import DataSplits
-    from forgather_cli.trainer.trainer import Trainer
+    from forgather_cli.trainer.script import Trainer
 
 
 def main() -> int:
@@ -65,7 +65,7 @@ def build(
     from forgather_cli.hub import with_local_model
     from forgather_cli.models.build import construct, fill, own_vocab_size
     from forgather_cli.trainer.from_python import RunFiles
-    from forgather_cli.trainer.trainer import Trainer
+    from forgather_cli.trainer.script import Trainer
 
     device, config = pick_device(config.device), with_local_model(config)
     if config.logging_dir is not None:

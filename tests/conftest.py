@@ -50,7 +50,7 @@ _LONGEST = (
     "launch/test_launch_ranks", "strategies/test_pipeline", "trainer/test_trainer_ranks", "launch/test_launch_signals",
     "cli/test_end_to_end", "cli/test_cli", "launch/test_hang", "callbacks/test_callbacks_strategies", "launch",
     "finalize", "cli", "strategies", "control", "trainer", "precision", "plan", "config", "checkpoint",
-    "test_gpu_check", "test_wheel", "callbacks",
+    "test_rooms", "test_gpu_check", "test_wheel", "callbacks",
 )  # fmt: skip
 """Files and folders whose tests take long: they come first, lest one process of xdist ends long after the others. Those
 that wait, for signals and timeouts, stand between others that compute."""

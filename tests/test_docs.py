@@ -230,6 +230,17 @@ def test_what_is_named_exists(page: Path) -> None:
     assert not wrong
 
 
+def test_what_contributing_names_exists() -> None:
+    """Files by the end of their path; classes, functions and attributes as words of the code."""
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    sources = [path for part in ("forgather_cli", "scripts", "tests") for path in (ROOT / part).rglob("*.py")]
+    files = set(re.findall(r"[\w/]+\.py\b", page))
+    assert not [file for file in files if not any(f"{path}".endswith(f"/{file}") for path in sources)]
+    words = {word for path in sources for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    names = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)*)`", page)) - files
+    assert not {name for name in names if not words.issuperset(name.split("."))}
+
+
 def unknown_of_command(first: str, second: str, rest: str) -> list[str]:
     """Commands and options that the program does not have."""
     command: Any = typer.main.get_command(app)

@@ -90,6 +90,7 @@ ROOMS = {
         },
     ),
 }
+ALL = Room(tuple(path for room in ROOMS.values() for path in room.paths), (), {})
 TRAIN = "train model=nano data=synthetic seq_len=16 num_samples=64 global_batch_size=4 max_steps=2 output_dir=run"
 
 
@@ -102,7 +103,7 @@ def test_nothing_else_imports_it_at_module_level(room: Room) -> None:
             assert not wrong, f"{name} imports {', '.join(sorted(wrong))}"
 
 
-@pytest.mark.parametrize("room", ROOMS.values(), ids=ROOMS)
+@pytest.mark.parametrize("room", [*ROOMS.values(), ALL], ids=[*ROOMS, "all"])
 def test_the_rest_trains_without_it(room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("forgather_cli", "conf", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name)  # with compiled modules, which stay valid

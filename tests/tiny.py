@@ -16,7 +16,7 @@ from forgather_cli.launch.context import RankContext
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer.trainer import Trainer
+from forgather_cli.trainer.script import Trainer
 from forgather_cli.worker import build
 
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

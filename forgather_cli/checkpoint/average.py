@@ -24,8 +24,7 @@ from forgather_cli.checkpoint.files import check_absent, new_directory
 from forgather_cli.checkpoint.load import Reader, healthy_ones, open_whole, whole_ones
 from forgather_cli.checkpoint.sources import check_sources, is_checkpoint, model_directory
 from forgather_cli.checkpoint.tensors import Weights, dtype_of, write_weights
-from forgather_cli.documents.json_and_yaml import read_json_object
-from forgather_cli.documents.regular_files import read_bytes
+from forgather_cli.documents.regular_files import read_bytes, read_json_object
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.run_dir import RunDir, run_of
 from forgather_cli.shards import not_finite

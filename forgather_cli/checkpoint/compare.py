@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from forgather_cli.documents.json_and_yaml import read_json_object
-from forgather_cli.documents.regular_files import write_whole
+from forgather_cli.documents.regular_files import read_json_object, write_whole
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 

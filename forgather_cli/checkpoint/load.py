@@ -28,7 +28,7 @@ from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.distributed import gather, on_rank_0, rank_in
 from forgather_cli.documents.encoding import decode
 from forgather_cli.documents.fields import ANYTHING, TEXT, FieldError, check_fields, object_of, optional
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir, step_of
 from forgather_cli.shards import Box

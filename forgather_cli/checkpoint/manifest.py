@@ -26,8 +26,8 @@ from forgather_cli.documents.fields import (
     optional,
     several,
 )
-from forgather_cli.documents.json_and_yaml import file_inside, read_json
 from forgather_cli.documents.messages import sent
+from forgather_cli.documents.regular_files import file_inside, read_json
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import step_of
 from forgather_cli.terminal.bars import Bar

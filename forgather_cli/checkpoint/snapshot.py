@@ -22,14 +22,7 @@ from forgather_cli.checkpoint.components import (
     state_files,
 )
 from forgather_cli.checkpoint.format import Piece, Plan, plan
-from forgather_cli.checkpoint.replication import (
-    Check,
-    ReplicationCheck,
-    Sums,
-    component_differences,
-    digest_of,
-    refuse,
-)
+from forgather_cli.checkpoint.replication import Check, ReplicationCheck, Sums, component_differences, digest_of, refuse
 from forgather_cli.distributed import gather, joined
 from forgather_cli.documents.encoding import Encoded
 from forgather_cli.documents.messages import sent

@@ -19,8 +19,7 @@ from torch import Tensor
 from forgather_cli.checkpoint.files import Pieces, Range, at_once, write_file, write_ranges
 from forgather_cli.checkpoint.format import MAX_SHARD_BYTES, Piece, Plan, TensorSpec, plan, read_header
 from forgather_cli.documents.encoding import DTYPES, raw_bytes
-from forgather_cli.documents.json_and_yaml import read_weight_map
-from forgather_cli.documents.regular_files import open_file
+from forgather_cli.documents.regular_files import open_file, read_weight_map
 from forgather_cli.errors import CheckpointError
 from forgather_cli.terminal.bars import Bar
 
@@ -134,24 +133,21 @@ class TensorReader:
         stop = spec.num_rows if stop is None else min(stop, spec.num_rows)
         shape = (max(stop - start, 0), *spec.shape[1:]) if spec.shape else ()
         result = torch.empty(shape, dtype=_BY_NAME[spec.dtype])
-        if math.prod(shape):
-            _read_into(self.path, raw_bytes(result), self._offsets[name] + start * spec.row_bytes)
+        if not math.prod(shape):
+            return result
+        content: Any = raw_bytes(result).numpy()
+        view = memoryview(content)
+        try:
+            with open_file(self.path) as file:
+                file.seek(self._offsets[name] + start * spec.row_bytes)
+                while view:
+                    count = file.readinto(view)
+                    if not count:
+                        raise CheckpointError(f"{self.path}: ends too early")
+                    view = view[count:]
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
         return result
-
-
-def _read_into(path: Path, target: Tensor, offset: int) -> None:
-    content: Any = target.numpy()
-    view = memoryview(content)
-    try:
-        with open_file(path) as file:
-            file.seek(offset)
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise CheckpointError(f"{path}: ends too early")
-                view = view[count:]
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -46,33 +46,25 @@ _HELP = """Train language models from composed configs.
 class Commands(Group):
     """Those of the table. Each is imported when it is asked for, and help leaves out those that are not there."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        names: dict[str, Any] = dict.fromkeys(COMMANDS)
-        self.commands = names  # what a mistyped one is compared with
+    def __init__(self, **attributes: Any) -> None:
+        # with the names, which a mistyped one is compared with
+        super().__init__(**{**attributes, "commands": dict.fromkeys(COMMANDS)})
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for name, where in COMMANDS.items() if _is_here(where.partition(":")[0])]
+        folders = {name: find_spec(where.rpartition(".")[0]) for name, where in COMMANDS.items()}
+        return [name for name, folder in folders.items() if folder and folder.origin]  # None: compiled modules are left
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
-        module, _, attribute = COMMANDS[cmd_name].partition(":")
         with doing("importing the commands"):
-            found = getattr(import_module(module), attribute)
-        parent = typer.Typer(rich_markup_mode=self.rich_markup_mode)  # typer 0.20 leaves a placeholder
+            found = resolve_name(COMMANDS[cmd_name])
+        parent = typer.Typer(rich_markup_mode=self.rich_markup_mode)  # typer 0.20's own is a placeholder
         if isinstance(found, typer.Typer):
             parent.add_typer(found, name=cmd_name)
         else:
             parent.command(cmd_name, cls=Command)(found)
         return typer.main.get_group(parent).commands[cmd_name]
-
-
-def _is_here(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # nor is its folder
-        return False
 
 
 app = typer.Typer(

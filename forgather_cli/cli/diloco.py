@@ -36,8 +36,7 @@ from forgather_cli.cli.words import (
     load_config_of,
     quoted,
 )
-from forgather_cli.documents.json_and_yaml import read_json_object
-from forgather_cli.documents.regular_files import read_text
+from forgather_cli.documents.regular_files import read_json_object, read_text
 from forgather_cli.errors import ConfigError, ControlError, SetupError
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of

@@ -13,16 +13,7 @@ from typing import Annotated
 import typer
 
 from forgather_cli.callbacks.columns import TIMES, time_shares
-from forgather_cli.cli.output import (
-    AsJson,
-    Col,
-    human,
-    human_seconds,
-    interruptible,
-    print_json,
-    print_table,
-    show,
-)
+from forgather_cli.cli.output import AsJson, Col, human, human_seconds, interruptible, print_json, print_table, show
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import RunPath, or_latest
 from forgather_cli.documents.regular_files import open_file

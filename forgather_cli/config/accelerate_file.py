@@ -20,7 +20,7 @@ from forgather_cli.config.deepspeed_file import (
     read_deepspeed_json,
 )
 from forgather_cli.config.translation import ALWAYS_SO, Section, Translation
-from forgather_cli.documents.json_and_yaml import read_json, read_yaml
+from forgather_cli.documents.regular_files import read_json, read_yaml
 from forgather_cli.errors import ConfigError, SetupError
 
 _FSDP_ALWAYS_SO = (

@@ -20,7 +20,8 @@ from forgather_cli.config.mistakes import Naming
 from forgather_cli.config.options import GROUPS
 from forgather_cli.config.paths import is_text, walk
 from forgather_cli.config.schema import CallbackSettings, Config, Sampling, Target
-from forgather_cli.documents.json_and_yaml import has_half, read_yaml
+from forgather_cli.documents.json_and_yaml import has_half
+from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 

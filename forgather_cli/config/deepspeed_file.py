@@ -14,7 +14,7 @@ from typing import Any
 
 from forgather_cli.config.schema import typed
 from forgather_cli.config.translation import ALWAYS_SO, AS_SET, NO_EFFECT, Section, Translation
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError
 
 _ZERO = "zero_optimization"

@@ -13,7 +13,7 @@ from forgather_cli.config.options import shipped
 from forgather_cli.config.overrides import parse_lines
 from forgather_cli.config.paths import walk
 from forgather_cli.config.schema import DilocoServerSettings
-from forgather_cli.documents.json_and_yaml import read_yaml
+from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import ConfigError
 
 _OURS = re.compile(r"[+~]*diloco([.=@]|$)")

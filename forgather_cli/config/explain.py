@@ -15,7 +15,7 @@ from forgather_cli.config.options import Info, SearchPath, comment, groups, reci
 from forgather_cli.config.paths import Setting, ending_with, settings
 from forgather_cli.config.recipe import read_recipe
 from forgather_cli.config.schema import Meaning, Target
-from forgather_cli.documents.json_and_yaml import read_yaml
+from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import ConfigError
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", list: "a list", tuple: "a list", dict: "a mapping"}

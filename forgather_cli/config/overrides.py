@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from forgather_cli.config.as_typed import as_typed
 from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath
 from forgather_cli.config.paths import ending_with, lookup, root_keys, takes_target
-from forgather_cli.documents.json_and_yaml import read_yaml
+from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:

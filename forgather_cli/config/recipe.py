@@ -9,8 +9,7 @@ from typing import Any
 from forgather_cli.config.options import GROUPS, SearchPath, find_recipe
 from forgather_cli.config.overrides import Change, wrong_option
 from forgather_cli.config.paths import leaves, root_keys
-from forgather_cli.documents.json_and_yaml import read_yaml
-from forgather_cli.documents.regular_files import read_text
+from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
 
 

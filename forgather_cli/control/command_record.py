@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.documents.json_and_yaml import read_json
-from forgather_cli.documents.regular_files import write_whole
+from forgather_cli.documents.regular_files import read_json, write_whole
 from forgather_cli.errors import ControlError
 from forgather_cli.run_dir import RunDir, is_name
 

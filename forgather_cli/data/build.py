@@ -319,35 +319,23 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache, s
         more = {**describe_chats(option, data.meta, tables), "rules": data.meta["rules"]}
         # in rows of one conversation, padded on the right, no token sees another document: masks would only cost time
         isolate = isolate and option.packing != "pad"
-    made: dict[str, Batched] = {}
     prefix = tokenizer.prefix_tokens if isinstance(option, PythonStdlibSettings | TextSettings | HfSettings) else ()
     if prefix:
         more["rules"] = _PREFIX_RULES
     if (is_chat or prefix) and data.meta["formerly"]:  # the fingerprint of the same samples in runs begun with 0.3.0
         more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
+    made: dict[str, Batched] = {}
+    both: dict[str, Any] = {"isolate": isolate, "prefix": prefix}
     for name, split in data.splits().items():
         if name == "eval" and len(split.tokens) + len(prefix) < 2:
             continue  # nothing predicts a single token
         if not tables:
             made[name] = ConcatDataset(
-                split.tokens,
-                length,
-                pad,
-                keep_tail=name == "eval",
-                documents=split.documents,
-                isolate=isolate,
-                prefix=prefix,
+                split.tokens, length, pad, keep_tail=name == "eval", documents=split.documents, **both
             )
         elif len(tables[name]) or not is_chat:
             made[name] = PackedDataset(
-                split.tokens,
-                tables[name],
-                length,
-                pad,
-                isolate=isolate,
-                targets=split.targets,
-                restart=isolate and is_chat,
-                prefix=prefix,
+                split.tokens, tables[name], length, pad, targets=split.targets, restart=isolate and is_chat, **both
             )
     if not len(made["train"]):
         tokens = len(data.train.tokens)

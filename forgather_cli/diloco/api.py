@@ -24,16 +24,7 @@ from forgather_cli.diloco.registry import Worker
 from forgather_cli.diloco.request import CHUNK, Gone, Receive, Request, Send
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.diloco.wire import WireError
-from forgather_cli.documents.fields import (
-    ANYTHING,
-    FLAG,
-    FieldError,
-    FieldKind,
-    check_fields,
-    list_of,
-    object_of,
-    optional,
-)
+from forgather_cli.documents.fields import ANYTHING, FLAG, FieldError, FieldKind, check_fields, list_of, optional
 from forgather_cli.run_dir import RunDir, is_name
 
 log = logging.getLogger(__name__)
@@ -45,7 +36,7 @@ _RATE = FieldKind(lambda value: type(value) in (int, float) and 0 <= value <= wi
 _SHORT = FieldKind(
     lambda value: isinstance(value, str) and len(value) <= wire.MAX_TEXT, "a text of up to 4096 characters"
 )
-_MAPPING = object_of(ANYTHING)
+_MAPPING = FieldKind(lambda value: isinstance(value, dict), "an object")
 _COUNT, _SPEED = optional(_WHOLE), optional(_RATE)
 _REPORT = {"step": _COUNT, "tokens_per_second": _SPEED, "sent": _COUNT, "received": _COUNT}
 """What a worker tells of itself: in heartbeats, and from 0.3 on with each submission."""

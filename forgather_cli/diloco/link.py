@@ -17,8 +17,7 @@ from forgather_cli.config.schema import DilocoSettings
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.client import Away, Client, TokenBucket
 from forgather_cli.distributed import gather
-from forgather_cli.documents.json_and_yaml import read_json_object
-from forgather_cli.documents.regular_files import write_whole
+from forgather_cli.documents.regular_files import read_json_object, write_whole
 from forgather_cli.errors import ConfigError, ForgatherError
 from forgather_cli.launch.exit_status import STOPPED, ExitStatus, Kind, done
 from forgather_cli.trainer.run import TrainingRun

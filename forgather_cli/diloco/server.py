@@ -27,7 +27,7 @@ from forgather_cli.diloco.http_server import serving
 from forgather_cli.diloco.ledger import Closed, drop_lines, hashes_of, read_ledger, write_line
 from forgather_cli.diloco.registry import Registry
 from forgather_cli.diloco.rounds import Rounds
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import SetupError, TrainingError
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import DONE, STOPPED, ExitStatus, Kind, done, write_exit_record

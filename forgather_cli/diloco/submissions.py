@@ -25,8 +25,8 @@ from forgather_cli.diloco.encoding import Compression, decode, encode, num_bytes
 from forgather_cli.diloco.fragments import Shapes
 from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.wire import MAX_PART_HEADER
-from forgather_cli.documents.json_and_yaml import parse_json, read_json_object
-from forgather_cli.documents.regular_files import open_file
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import open_file, read_json_object
 from forgather_cli.errors import CheckpointError
 
 _VALUES = 1 << 17

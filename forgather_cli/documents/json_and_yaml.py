@@ -8,53 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path, PurePosixPath
 from typing import Any
-
-from forgather_cli.documents.regular_files import MAX_BYTES, Failure, read_text
-from forgather_cli.errors import SetupError
 
 MAX_DEPTH = 200
 """Of lists and mappings in each other. Python's own limit leaves too little stack to those who walk through them."""
 MAX_NODES = 1_000_000
 """Of a YAML document, aliases counted as often as they are used."""
-
-
-def read_json(path: Path, fail: Failure = SetupError, limit: int | None = MAX_BYTES) -> Any:
-    """A JSON document of at most ``limit`` bytes. Raises what ``fail`` makes of a message that begins with the path."""
-    text = read_text(path, fail, limit)
-    try:
-        return parse_json(text)
-    except ValueError as error:
-        raise fail(f"{path}: cannot be read (not JSON: {error})") from error
-
-
-def read_json_object(path: Path, fail: Failure = SetupError, limit: int | None = MAX_BYTES) -> dict[str, Any]:
-    """``read_json`` of a document that must be an object."""
-    found = read_json(path, fail, limit)
-    if not isinstance(found, dict):
-        raise fail(f"{path}: must hold a JSON object, got {type(found).__name__}")
-    return found
-
-
-def read_yaml(path: Path, fail: Failure = SetupError) -> Any:
-    """A YAML document of plain values. Raises what ``fail`` makes of a message that begins with the path."""
-    text = read_text(path, fail)
-    try:
-        return parse_yaml(text)
-    except ValueError as error:
-        raise fail(f"{path}: cannot be read (not valid YAML: {error})") from error
-
-
-def read_weight_map(path: Path, fail: Failure) -> dict[str, Path]:
-    """Tensor name -> its file, of a Hugging Face index. Raises what ``fail`` makes of a message."""
-    found = read_json_object(path, fail).get("weight_map")
-    if not isinstance(found, dict) or not found:
-        raise fail(f"{path}: has no weight_map, an object of tensor names and files")
-    try:
-        return {name: file_inside(path.parent, file) for name, file in found.items()}
-    except ValueError as error:
-        raise fail(f"{path}: {error}") from error
 
 
 def parse_json(text: str | bytes, *, any_text: bool = False) -> Any:
@@ -136,16 +95,3 @@ def _expanded(node: Any, known: dict[int, tuple[int, int]], depth: int = 0) -> t
         raise ValueError(f"it is nested more than {MAX_DEPTH} deep")
     known[id(node)] = size, height
     return size, height
-
-
-def file_inside(directory: Path, name: object) -> Path:
-    """The file of that name, which a document of ``directory`` gives, in it or below.
-
-    Raises ValueError for a name that leads out of it, and for one that no file has.
-    """
-    if not isinstance(name, str) or not name or "\0" in name or has_half(name):
-        raise ValueError(f"{name!r} is no name of a file")
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"the file name {name!r} leads out of {directory}")
-    return directory / name

@@ -16,7 +16,7 @@ from forgather_cli.checkpoint.tensors import Weights, dtype_of, main_dtype
 from forgather_cli.data.chat.ends import as_eos, write_generation_config
 from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.documents.encoding import DTYPES
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
 from forgather_cli.finalize.options import DtypeName
 from forgather_cli.models.pretrained import size_problems

@@ -25,7 +25,7 @@ from forgather_cli.checkpoint.format import read_header
 from forgather_cli.checkpoint.tensors import INDEX, SINGLE, Weights, dtype_of
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.distributed import pick_device
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.finalize.export import read_config, write_json
 from forgather_cli.models.build import build_model, directory_option, model_of

@@ -26,7 +26,7 @@ from forgather_cli.config.schema import Config, QATSettings
 from forgather_cli.data.chat.ends import end_of_turn, stop_tokens
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.card import model_card
 from forgather_cli.finalize.export import (

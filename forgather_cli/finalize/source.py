@@ -11,7 +11,7 @@ from typing import Any
 from forgather_cli.checkpoint.average import PROVENANCE, average_models, enough_of, last_checkpoints
 from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.manifest import NAME
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.inference.source import Located, locate

@@ -10,7 +10,8 @@ from typing import Any
 
 from forgather_cli.data.chat.template import ChatTemplate
 from forgather_cli.data.text.tokenizer import Tokenizer, add_to_directory, has_token
-from forgather_cli.documents.json_and_yaml import parse_json, read_json_object
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError
 from forgather_cli.finalize.options import read_given
 

@@ -14,16 +14,7 @@ import typer
 
 from forgather_cli.callbacks.console import TIME
 from forgather_cli.checkpoint.files import size_of
-from forgather_cli.cli.output import (
-    AsJson,
-    Col,
-    Yes,
-    ask,
-    check_answerable,
-    human_bytes,
-    print_json,
-    print_table,
-)
+from forgather_cli.cli.output import AsJson, Col, Yes, ask, check_answerable, human_bytes, print_json, print_table
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import or_latest
 from forgather_cli.errors import ConfigError, SetupError, did_you_mean

@@ -20,7 +20,7 @@ from forgather_cli.config.schema import Sampling
 from forgather_cli.data.chat.template import ChatTemplate, Message
 from forgather_cli.data.text.detokenize import Detokenizer
 from forgather_cli.data.text.tokenizer import Tokenizer
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError, ForgatherError, ModelError, SetupError
 from forgather_cli.inference.source import Source, load_located, locate
 from forgather_cli.loss import model_logits

@@ -13,7 +13,7 @@ from forgather_cli.checkpoint.tensors import Weights
 from forgather_cli.config.decode import load_saved, load_tree
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
 from forgather_cli.models.build import build_model, directory_option, initialize
 from forgather_cli.models.init import allocate

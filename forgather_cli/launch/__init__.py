@@ -3,6 +3,7 @@
     start.py       the run directory, then training: in this process, in ranks started here, or as one rank of others'
     run_lock.py    one job at a time in a run directory
     layout.py      how many ranks, on which nodes; place.py  which of them this process is
+    memory.py      refuses models that no rank could hold, before anything is built
     supervise.py   the launcher while its ranks train; agent.py  torchrun's agent inside it; job.py  the job folder
     rank.py        one rank from start to end; context.py  what its parts share; rank_log.py  its log
     signals.py     stop signals; failures.py  what becomes of an error, and the threads that watch for other ranks'

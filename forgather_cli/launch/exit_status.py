@@ -16,8 +16,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from forgather_cli.documents.json_and_yaml import parse_json, read_json_object
-from forgather_cli.documents.regular_files import open_file, write_whole
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import open_file, read_json_object, write_whole
 from forgather_cli.errors import (
     CallbackError,
     ConfigError,

@@ -26,14 +26,7 @@ from forgather_cli.launch.processes import is_orphan
 from forgather_cli.launch.rendezvous import within
 from forgather_cli.launch.run_lock import check_in_place
 from forgather_cli.launch.signals import StopSignal, end_process, say
-from forgather_cli.launch.stacks import (
-    SAVES,
-    SILENT,
-    main_thread_stack,
-    saves,
-    standing_at,
-    waits_for_others,
-)
+from forgather_cli.launch.stacks import SAVES, SILENT, main_thread_stack, saves, standing_at, waits_for_others
 from forgather_cli.run_dir import name_file
 
 ANSWER = 3.0

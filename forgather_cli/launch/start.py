@@ -34,13 +34,7 @@ from forgather_cli.hardware import without_auto
 from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.error_report import report_failure
-from forgather_cli.launch.exit_status import (
-    DONE,
-    FAILED,
-    ExitStatus,
-    Kind,
-    read_exit_record,
-)
+from forgather_cli.launch.exit_status import DONE, FAILED, ExitStatus, Kind, read_exit_record
 from forgather_cli.launch.job import Job
 from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.memory import check_memory

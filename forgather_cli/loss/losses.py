@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forgather_cli.errors import ConfigError, PartError
 from forgather_cli.labels import label_shift, num_targets
 from forgather_cli.loss.base import Loss, check_fusable, head_and_hidden
-from forgather_cli.loss.model_io import MISFITS, explain_misfit, model_kwargs, model_logits
+from forgather_cli.loss.model_io import MISFITS, explain_misfit, logits_of, model_kwargs, model_logits
 from forgather_cli.loss.sums import cross_entropy_sum, linear_cross_entropy_sum
 from forgather_cli.targets import accepts
 
@@ -35,7 +35,7 @@ class CrossEntropy(Loss):
         """Any model will do."""
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
-        logits = model_logits(model, inputs)
+        logits = logits_of(model(**inputs), model)
         if self.eval_metrics is not None:
             self.eval_metrics.add(logits, labels, label_shift(inputs))
         options = {"z_loss": self._z_loss, "label_smoothing": self._label_smoothing}

@@ -34,8 +34,8 @@ def model_logits(model: nn.Module, inputs: dict[str, Tensor], *, last_only: bool
     PartError for any other output.
     """
     if not last_only and cache is None:
-        return _logits_of(model(**inputs), model)
-    logits = _logits_of(model(**inputs_of_generation(model, inputs, last_only=last_only, cache=cache)), model)
+        return logits_of(model(**inputs), model)
+    logits = logits_of(model(**inputs_of_generation(model, inputs, last_only=last_only, cache=cache)), model)
     return logits[:, -1:] if last_only else logits
 
 
@@ -54,7 +54,8 @@ def _forward_of(function: Callable[..., Any]) -> tuple[frozenset[str], bool]:
     return frozenset(inspect.signature(function).parameters), accepts(function, "attention_mask")
 
 
-def _logits_of(output: Any, model: nn.Module) -> Tensor:
+def logits_of(output: Any, model: nn.Module) -> Tensor:
+    """The logits (B, T, V) in what a model returned. Raises PartError."""
     found = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if found is None and isinstance(output, dict):
         found = output.get("logits")

@@ -20,7 +20,7 @@ from forgather_cli.config.schema import (
     Target,
     TransformersSettings,
 )
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM

@@ -118,11 +118,10 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(s.hidden_size, s.rms_norm_eps)
 
     def forward(self, x: Tensor, context: Context, cache: LayerCache | None = None) -> Tensor:
-        x = x + self._dropped(self.self_attn(to_autocast(self.input_layernorm(x)), context, cache))
-        return x + self._dropped(self.mlp(to_autocast(self.post_attention_layernorm(x))))
-
-    def _dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.dropout, self.training) if self.dropout else x
+        y = self.self_attn(to_autocast(self.input_layernorm(x)), context, cache)
+        x = x + (F.dropout(y, self.dropout, self.training) if self.dropout else y)
+        y = self.mlp(to_autocast(self.post_attention_layernorm(x)))
+        return x + (F.dropout(y, self.dropout, self.training) if self.dropout else y)
 
 
 class Stack(nn.Module):

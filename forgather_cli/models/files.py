@@ -12,8 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from forgather_cli.documents.json_and_yaml import read_weight_map
-from forgather_cli.documents.regular_files import open_file
+from forgather_cli.documents.regular_files import open_file, read_weight_map
 from forgather_cli.errors import ModelError
 from forgather_cli.models.resize import NOISE, rows_like
 from forgather_cli.shards import box_of, local

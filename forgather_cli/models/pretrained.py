@@ -23,7 +23,7 @@ from forgather_cli.config.schema import (
     RopeScaling,
     family_of,
 )
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
 
 MODELING_FILE = Path(__file__).parent / "modeling_qwen3_encdec.py"

@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,9 @@ class Muon(torch.optim.Muon):
     whole update at a time, in bf16.
     """
 
+    _plans: Mapping[int, _Plan] = MappingProxyType({})
+    """By the number of the group; of the class, since a copy of an optimizer has none of its own."""
+
     def __init__(
         self, params: Any, *, momentum_warmup_steps: int = 0, cautious_weight_decay: bool = False, **settings: Any
     ) -> None:
@@ -60,38 +64,71 @@ class Muon(torch.optim.Muon):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            matrices = [p for p in group["params"] if p.grad is not None]
-            by_rows = bool(matrices) and is_sharded(matrices[0])  # one strategy has placed them all
-            for together in _batches(matrices, by_rows):
-                updates = [self._update(p, group, by_rows) for p in together]
-                if by_rows:
-                    updates = _orthogonalised_by_rows(updates, together, group)
-                elif len(together) == 1:
-                    updates = [orthogonalised(updates[0], group)]
-                else:
-                    updates = list(orthogonalised(torch.stack(updates), group))
-                for parameter, update in zip(together, updates, strict=True):
-                    _apply(local(parameter) if by_rows else parameter, parameter.shape, update, group)
+        for number, group in enumerate(self.param_groups):
+            if not (matrices := [p for p in group["params"] if p.grad is not None]):
+                continue
+            plan, ids = self._plans.get(number), list(map(id, matrices))
+            if plan is None or plan.ids != ids:
+                by_rows, in_fp32 = is_sharded(matrices[0]), slow_in_bf16(matrices[0].device)
+                plan = _Plan(ids, by_rows, in_fp32, list(_batches(matrices, by_rows)))
+                self._plans = {**self._plans, number: plan}
+            for together in plan.batches:
+                self._step_together(together, group, plan)
         return loss
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], by_rows: bool) -> Tensor:
-        """What is to be made orthogonal, of a sharded parameter this rank's rows, in bf16."""
-        state, momentum, warmup = self.state[parameter], group["momentum"], group["momentum_warmup_steps"]
-        assert parameter.grad is not None
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-            if warmup:
-                state["step"] = 0
-        if warmup and "step" in state:  # a state that was saved without it is of a run without warmup, which goes on so
-            start = min(_MOMENTUM_START, momentum)
-            momentum = start + (momentum - start) * min(1.0, state["step"] / warmup)
-            state["step"] += 1
-        gradient, buffer = parameter.grad, state["momentum_buffer"]
-        if by_rows:
-            gradient, buffer = local(gradient), local(buffer)
-        buffer.lerp_(gradient, 1 - momentum)
-        return (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
+    def _step_together(self, matrices: list[Tensor], group: dict[str, Any], plan: _Plan) -> None:
+        """Momentum, orthogonal updates, decay and step of matrices that are orthogonalised in one go."""
+        warmup, updates = group["momentum_warmup_steps"], list[Tensor]()
+        for parameter in matrices:
+            state, momentum, gradient = self.state[parameter], group["momentum"], parameter.grad
+            assert gradient is not None
+            if "momentum_buffer" not in state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+                if warmup:
+                    state["step"] = 0
+            if warmup and "step" in state:  # one that was saved without it is of a run without warmup: it goes on so
+                start = min(_MOMENTUM_START, momentum)
+                momentum = start + (momentum - start) * min(1.0, state["step"] / warmup)
+                state["step"] += 1
+            buffer = state["momentum_buffer"]
+            if plan.by_rows:
+                gradient, buffer = local(gradient), local(buffer)
+            buffer.lerp_(gradient, 1 - momentum)
+            # what is to be made orthogonal: of a sharded parameter this rank's rows
+            updates.append((gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16())
+
+        if plan.by_rows:
+            updates = _orthogonalised_by_rows(updates, matrices, group, in_fp32=plan.in_fp32)
+        elif len(matrices) == 1:
+            updates = [orthogonalised(updates[0], group, in_fp32=plan.in_fp32)]
+        else:
+            updates = list(orthogonalised(torch.stack(updates), group, in_fp32=plan.in_fp32))
+
+        lr = float(group["lr"])
+        decay = lr * group["weight_decay"]
+        for parameter, update in zip(matrices, updates, strict=True):
+            rows, shape = local(parameter) if plan.by_rows else parameter, parameter.shape
+            if group["cautious_weight_decay"]:
+                rows.sub_(rows * (rows * update > 0), alpha=decay)
+            else:
+                rows.mul_(1 - decay)
+            if group["adjust_lr_fn"] == "match_rms_adamw":  # Liu et al. 2025, arXiv 2502.16982: its RMS is 0.2
+                scale = 0.2 * math.sqrt(max(shape))
+            else:
+                scale = math.sqrt(max(1, shape[0] / shape[1]))
+            rows.add_(update, alpha=-lr * scale)
+
+
+class _Plan(NamedTuple):
+    """What cannot change from step to step of a group's matrices, which one strategy has placed all alike."""
+
+    ids: list[int]
+    """Of those that have gradients."""
+    by_rows: bool
+    """Each rank holds some rows."""
+    in_fp32: bool
+    """The iteration is done in it."""
+    batches: list[list[Tensor]]
 
 
 def _batches(parameters: list[Tensor], by_rows: bool) -> Iterator[list[Tensor]]:
@@ -111,7 +148,7 @@ def _batches(parameters: list[Tensor], by_rows: bool) -> Iterator[list[Tensor]]:
             yield equal[start : start + size]
 
 
-def orthogonalised(updates: Tensor, group: dict[str, Any]) -> Tensor:
+def orthogonalised(updates: Tensor, group: dict[str, Any], *, in_fp32: bool) -> Tensor:
     """Of one matrix (A, B), or of each of several (N, A, B), something near the closest one whose rows or columns are
     orthonormal: singular values between 0.7 and 1.2. ``updates`` is bf16, as is the result.
 
@@ -121,7 +158,7 @@ def orthogonalised(updates: Tensor, group: dict[str, Any]) -> Tensor:
     """
     tall = updates.size(-2) > updates.size(-1)
     x = updates.mT if tall else updates
-    if x.device.type == "cpu" and not bf16_on("cpu")[0]:
+    if in_fp32:
         x = x.float()
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=group["eps"])
     add_product = torch.addmm if x.ndim == 2 else torch.baddbmm
@@ -132,23 +169,13 @@ def orthogonalised(updates: Tensor, group: dict[str, Any]) -> Tensor:
     return (x.mT if tall else x).bfloat16()
 
 
-def _apply(rows: Tensor, shape: Sequence[int], update: Tensor, group: dict[str, Any]) -> None:
-    """Decay the weights and take the step; ``rows`` and ``update`` are this rank's, of a matrix of ``shape``."""
-    lr = float(group["lr"])
-    decay = lr * group["weight_decay"]
-    if group["cautious_weight_decay"]:
-        rows.sub_(rows * (rows * update > 0), alpha=decay)
-    else:
-        rows.mul_(1 - decay)
-    if group["adjust_lr_fn"] == "match_rms_adamw":  # Liu et al. 2025, arXiv 2502.16982: the root mean square of 0.2
-        scale = 0.2 * math.sqrt(max(shape))
-    else:
-        scale = math.sqrt(max(1, shape[0] / shape[1]))
-    rows.add_(update, alpha=-lr * scale)
+def slow_in_bf16(device: torch.device) -> bool:
+    """Whether the iteration is done in fp32 there."""
+    return device.type == "cpu" and not bf16_on("cpu")[0]
 
 
 def _orthogonalised_by_rows(
-    updates: Sequence[Tensor], matrices: Sequence[Tensor], group: dict[str, Any]
+    updates: Sequence[Tensor], matrices: Sequence[Tensor], group: dict[str, Any], *, in_fp32: bool
 ) -> list[Tensor]:
     """Collective. This rank's rows of each orthogonalised update; the n-th rank works on the n-th.
 
@@ -162,7 +189,7 @@ def _orthogonalised_by_rows(
     rows = [min(each, max(0, own[0] - n * each)) * own[1] for n in range(comm.size())]
     whole = _exchange(torch.cat([u.flatten() for u in updates]), rows, sizes, comm).view(own)
     if whole.numel():
-        whole = orthogonalised(whole, group).contiguous()
+        whole = orthogonalised(whole, group, in_fp32=in_fp32).contiguous()
     back = _exchange(whole.flatten(), sizes, rows, comm)
     return [part.view_as(u) for part, u in zip(torch.split(back, sizes), updates, strict=False)]
 

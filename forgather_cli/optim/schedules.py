@@ -147,6 +147,7 @@ class Schedule:
 
     def __init__(self, optimizers: Optimizer | ParameterOptimizer, factor: Factor, last_step: int = 0) -> None:
         self._optimizers = optimizers
+        self._each = optimizers.optimizers if isinstance(optimizers, ParameterOptimizer) else [optimizers]
         self._factor = factor
         self.last_step = last_step
         """Optimizer steps done."""
@@ -157,8 +158,9 @@ class Schedule:
 
     def _apply(self) -> None:
         factor = self._factor(self.last_step)
-        for group in self._optimizers.param_groups:
-            group["lr"] = group["initial_lr"] * factor
+        for optimizer in self._each:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * factor
 
     def step(self) -> None:
         """Call after the optimizer's step."""

@@ -10,7 +10,7 @@ from glob import glob
 from pathlib import Path, PurePath
 from typing import Any
 
-from forgather_cli.documents.json_and_yaml import read_yaml
+from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import ABOUT_THE_RUN, RunDir
 

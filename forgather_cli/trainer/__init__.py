@@ -2,6 +2,7 @@
 
 from forgather_cli.trainer.arguments import TrainingArguments
 from forgather_cli.trainer.evaluate import PredictionOutput
-from forgather_cli.trainer.trainer import Trainer, TrainOutput
+from forgather_cli.trainer.script import Trainer
+from forgather_cli.trainer.trainer import TrainOutput
 
 __all__ = ["PredictionOutput", "TrainOutput", "Trainer", "TrainingArguments"]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from forgather_cli.config.schema import Config, FP8Settings, QATSettings, RunSettings, Target
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
@@ -22,7 +22,8 @@ from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
 from forgather_cli.strategies.build import build_strategy
-from forgather_cli.trainer.arguments import ScriptSettings, TrainingArguments, script_settings
+from forgather_cli.trainer.arguments import ScriptSettings
+from forgather_cli.trainer.given import Objects
 from forgather_cli.trainer.run import TrainingRun
 
 _log = logging.getLogger(__name__)
@@ -30,42 +31,37 @@ _log = logging.getLogger(__name__)
 # ------------------------------------------------------------------------------------------------ strategy and model
 
 
-def strategy_of(
-    args: Config | TrainingArguments,
-    made: Strategy | None,
-    loss_fn: Callable[..., Tensor] | None,
-    fused_loss_factory: Callable[[nn.Module], Callable[..., Tensor]] | None,
-    compute_loss: Callable[..., Any] | None,
-) -> tuple[Strategy, Loss | None, Loss | None, LossScaler | None]:
-    """Collective. ``made``, or the strategy that the settings select; the loss of the settings, and the one that is
-    minimised, which is ``compute_loss`` where a subclass overrides that; under fp16 also its scaler.
+def strategy_of(config: Config, objects: Objects) -> tuple[Strategy, Loss | None, Loss | None, LossScaler | None]:
+    """Collective. The given strategy, or the one that the settings select; the loss of the settings, and the one that
+    is minimised, which is ``compute_loss`` where a subclass overrides that; under fp16 also its scaler.
 
     Raises ConfigError.
     """
-    if loss_fn is not None and fused_loss_factory is not None:
+    if objects.loss_fn is not None and objects.fused_loss_factory is not None:
         raise ConfigError("loss_fn: excludes fused_loss_factory, got both; give one")
-    scaler = LossScaler.of(args.precision)
-    if made is not None:
+    scaler = LossScaler.of(config.precision)
+    if objects.made_strategy is not None:
         if scaler is not None:
             raise ConfigError(
                 "precision: fp16 scales the loss, which the given strategy does not; give its settings as strategy, or "
                 "leave it out"
             )
-        return made, None, None, None
-    device = pick_device(args.device)
-    loss = build_loss(args.loss, loss_fn=loss_fn, fused_loss_factory=fused_loss_factory, device=device)
-    minimised = loss if compute_loss is None else ComputedLoss(compute_loss)
+        return objects.made_strategy, None, None, None
+    device, fused = pick_device(config.device), objects.fused_loss_factory
+    loss = build_loss(config.loss, loss_fn=objects.loss_fn, fused_loss_factory=fused, device=device)
+    minimised = loss if objects.compute_loss is None else ComputedLoss(objects.compute_loss)
     minimised = minimised if scaler is None else ScaledLoss(minimised, scaler)
-    return build_strategy(args, minimised), loss, minimised, scaler
+    return build_strategy(config, minimised), loss, minimised, scaler
 
 
 def model_spec(
     build: Callable[[], nn.Module],
-    args: Config | TrainingArguments,
+    config: Config,
     strategy: Strategy,
     *,
     init: Callable[[nn.Module], None] | None = None,
     enable_checkpointing: Callable[[nn.Module], Any] | None = None,
+    checkpointing_options: dict[str, Any] | None = None,
 ) -> ModelSpec:
     """How to make the model: ``build``, then dtype and layers of ``precision``, ``gradient_checkpointing`` and
     ``torch_compile`` where the settings ask for them. ``enable_checkpointing``: the user's function for
@@ -73,8 +69,8 @@ def model_spec(
     """
     from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
 
-    check_supported(args, strategy)
-    option, dtype = args.precision, parameter_dtype(args.precision)
+    check_supported(config, strategy)
+    option, dtype = config.precision, parameter_dtype(config.precision)
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
@@ -92,21 +88,20 @@ def model_spec(
 
     def checkpoint(part: nn.Module) -> nn.Module:
         if enable_checkpointing is None:
-            options = script_settings(args).gradient_checkpointing_kwargs or {}
-            apply_activation_checkpointing(part, args.recomputes, **options)
+            apply_activation_checkpointing(part, config.recomputes, **(checkpointing_options or {}))
             return part
         changed = enable_checkpointing(part)
         return changed if isinstance(changed, nn.Module) else part
 
     def compiled(part: nn.Module) -> nn.Module:
-        compile_blocks(part, args)
+        compile_blocks(part, config)
         return part
 
     return ModelSpec(
         build,
         adapt=adapt if dtype is not None or isinstance(option, FP8Settings | QATSettings) else None,
-        checkpoint=checkpoint if args.gradient_checkpointing else None,
-        compile=compiled if args.torch_compile else None,
+        checkpoint=checkpoint if config.gradient_checkpointing else None,
+        compile=compiled if config.torch_compile else None,
         init=init,
     )
 
@@ -155,7 +150,7 @@ def collate_fn(script: ScriptSettings, model: nn.Module, collate: CollateFn | No
 def train_loader(
     run: TrainingRun, dataset: Any, collate_fn: CollateFn | None, data_ranks: DataRanks | None
 ) -> TrainLoader:
-    args, script, strategy, plan = run.args, run.script, run.strategy, run.batch_plan
+    config, script, strategy, plan = run.config, run.script, run.strategy, run.batch_plan
     return TrainLoader(
         dataset,
         global_batch_size=plan.global_batch,
@@ -163,17 +158,17 @@ def train_loader(
         seed=run.seed if script.data_seed is None else script.data_seed,
         rank=strategy.data_rank,
         size=strategy.data_size,
-        drop_last=args.dataloader_drop_last,
-        set_dataset_epoch=args.set_dataset_epoch,
+        drop_last=config.dataloader_drop_last,
+        set_dataset_epoch=config.set_dataset_epoch,
         shuffle=script.train_sampling_strategy != "sequential",
         group_by_length=script.length_column_name if script.train_sampling_strategy == "group_by_length" else None,
         collate_fn=collate_fn,
         data_ranks=data_ranks,
-        dispatch=args.dispatch_batches,
+        dispatch=config.dispatch_batches,
         vocab_size=known_vocab_size(strategy.parts) or run.data_description.get("vocab_size"),
         # a model or loss of the user's own may take others
-        labels_are_ids=isinstance(args, Config) and not any(isinstance(p, Target) for p in (args.model, args.loss)),
-        **_loader_settings(args, strategy.device),
+        labels_are_ids=not any(isinstance(part, Target) for part in (config.model, config.loss)),
+        **_loader_settings(config, strategy.device),
     )
 
 
@@ -188,7 +183,7 @@ def known_vocab_size(parts: list[nn.Module]) -> int | None:
 
 
 def eval_loader(
-    args: Config | TrainingArguments,
+    config: Config,
     strategy: Strategy,
     dataset: Any,
     data_ranks: DataRanks | None,
@@ -196,15 +191,15 @@ def eval_loader(
 ) -> EvalLoader:
     return EvalLoader(
         dataset,
-        batch_size=args.per_device_eval_batch_size,
+        batch_size=config.per_device_eval_batch_size,
         rank=strategy.data_rank,
         size=strategy.data_size,
-        max_samples=args.max_eval_samples,
-        max_steps=args.max_eval_steps,
+        max_samples=config.max_eval_samples,
+        max_steps=config.max_eval_steps,
         collate_fn=collate_fn,
         data_ranks=data_ranks,
-        dispatch=args.dispatch_batches if args.dispatch_eval_batches is None else args.dispatch_eval_batches,
-        **_loader_settings(args, strategy.device),
+        dispatch=config.dispatch_batches if config.dispatch_eval_batches is None else config.dispatch_eval_batches,
+        **_loader_settings(config, strategy.device),
     )
 
 

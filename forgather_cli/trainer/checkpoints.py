@@ -32,14 +32,7 @@ from forgather_cli.run_dir import run_of, shown
 from forgather_cli.shards import box_of, local, not_finite
 from forgather_cli.terminal.bars import doing
 from forgather_cli.trainer.run import TrainingRun
-from forgather_cli.trainer.states import (
-    CallbackStates,
-    RandomState,
-    StrategyState,
-    ToCompare,
-    TrainerProgress,
-    check_counters,
-)
+from forgather_cli.trainer.states import CallbackStates, RandomState, RunState, StrategyState, ToCompare, check_counters
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +61,7 @@ class Checkpoints:
         self.average_failure: str | None = None
         """Why the average at the end could not be written."""
         self._checkpointer = Checkpointer(
-            run.run_dir, args=run.args, group=run.cpu_group, rank=run.world.rank, world_size=run.world.size
+            run.run_dir, args=run.config, group=run.cpu_group, rank=run.world.rank, world_size=run.world.size
         )
         self.published = self._checkpointer.newly_published
         self.wait_if_late = self._checkpointer.wait_if_late
@@ -162,7 +155,7 @@ class Checkpoints:
         return [
             Component("scheduler", run.lr_scheduler, Sharing.REPLICATED),
             Component("data", run.epochs, position),
-            Component("trainer", TrainerProgress(run), Sharing.GLOBAL),  # which counts what these do
+            Component("trainer", RunState(run), Sharing.GLOBAL),  # which counts what these do
             Component("callbacks", CallbackStates(self._callbacks), Sharing.GLOBAL),
             Component("rng", RandomState(), Sharing.PER_RANK),
         ]
@@ -203,7 +196,7 @@ class Checkpoints:
 
         Raises CheckpointError.
         """
-        verify, group = self._run.args.verify_checkpoint, self._run.cpu_group
+        verify, group = self._run.config.verify_checkpoint, self._run.cpu_group
         if isinstance(resume, str) and not resume.strip():
             raise CheckpointError("resume_from_checkpoint: is empty; name a checkpoint, or give True for the newest")
         if resume is not True:
@@ -220,7 +213,7 @@ class Checkpoints:
         Raises CheckpointError when it does not fit this run.
         """
         run = self._run
-        components = run.args.resume_components
+        components = run.config.resume_components
         wanted: set[str] = {*COMPONENTS} if components == "all" else {*components}
         if identity := reader.identity():
             run_dir, before = run_of(reader.path) or run.run_dir, (identity.get("data") or {}).get("fingerprint")
@@ -232,7 +225,7 @@ class Checkpoints:
                 raise CheckpointError(f"cannot resume from {reader.path}:\n" + "\n".join(refused))
             for line in logged:
                 log.warning("%s", line)
-        if run.args.ignore_data_skip:
+        if run.config.ignore_data_skip:
             wanted.discard("data")
         if "data" in wanted and "data" in reader.components():
             state, file = position(reader)
@@ -329,7 +322,7 @@ class Checkpoints:
     def load_best(self) -> None:
         """Collective. Load the best of the checkpoints that are kept and whole into the model, and log which it is."""
         run, rule = self._run, self._checkpointer.best_by
-        best = best_valid(run.run_dir, rule, run.args.verify_checkpoint, run.cpu_group)
+        best = best_valid(run.run_dir, rule, run.config.verify_checkpoint, run.cpu_group)
         if best is None:
             log.warning(
                 "load_best_model_at_end: no whole and healthy checkpoint has %s; the weights stay those of step %d",

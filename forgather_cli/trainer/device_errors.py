@@ -55,9 +55,9 @@ def explain_step(error: Exception, run: TrainingRun, batches: list[Batch]) -> No
     memory = _memory(run.strategy, run.optimizer, gradients=True)
     if _is_out_of_memory(error):
         smaller: int | None = None  # the micro-batch to start again with (auto_find_batch_size)
-        if run.args.auto_find_batch_size and run.state.global_step - run.state.resumed_step < _EARLY:
+        if run.config.auto_find_batch_size and run.state.global_step - run.state.resumed_step < _EARLY:
             smaller = smaller_micro_batch(run.batch_plan, run.strategy.batch_multiple)
-        told = _out_of_memory(place, memory, error, _helps_training(run.args))
+        told = _out_of_memory(place, memory, error, _helps_training(run.config))
         raise OutOfMemoryError(told, run.batch_plan.micro_batch, smaller) from error
     if _is_of_device(error):
         error.add_note(_note(place, memory))

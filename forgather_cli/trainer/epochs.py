@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
 from forgather_cli.config.schema import RunSettings
-from forgather_cli.data.loaders.collate import Batch, Counts, Step
+from forgather_cli.data.loaders.collate import Batch, Step
 from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.documents.fields import COUNT, check_fields
 from forgather_cli.errors import DataError
 from forgather_cli.trainer.step_sync import StepSync
-
-
-@dataclass(frozen=True)
-class StepData:
-    """The data of one optimizer step."""
-
-    microbatches: list[Batch]
-    """This rank's."""
-    counts: Counts
-    """Of all ranks together."""
 
 
 class MicrobatchEvents:
@@ -93,30 +82,33 @@ class Epochs:
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
-    def next_step(self) -> StepData | None:
-        """Collective. The next step's data, after which the position is behind it; None once a rank has none left."""
-        step, position = self._ahead or self._fetch()
-        has_data, counts = True, None
-        if self._sync is not None:
-            agreed = self._sync.read()
-            assert agreed is not None
-            has_data, counts = agreed.has_data, agreed.counts
-            self._sync.clear()
-        self._ahead = None
-        if step is None or not has_data:
-            return None
-        self._position = position
-        if self._sync is not None:
-            self._fetch()
-        return StepData(step.microbatches, counts or step.counts)
-
-    def _fetch(self) -> tuple[Step | None, dict[str, Any]]:
+    def next_step(self) -> Step | None:
+        """Collective. The next step's data, with the counts of all ranks together, after which the position is behind
+        it; None once a rank has none left.
+        """
         if self._stream is None:
             self._stream = iter(self.loader)
-        step = next(self._stream, None)
+        if self._sync is None:  # alone: there is nobody to agree with
+            step = next(self._stream, None)
+            if step is None:
+                return None
+            self._position = self.loader.state_dict()
+            return step
+        step, position = self._ahead or self._fetch(self._stream, self._sync)
+        agreed = self._sync.read()
+        assert agreed is not None
+        self._sync.clear()
+        self._ahead = None
+        if step is None or not agreed.has_data:
+            return None
+        self._position = position
+        self._fetch(self._stream, self._sync)
+        return Step(step.microbatches, agreed.counts)
+
+    def _fetch(self, stream: Iterator[Step], sync: StepSync) -> tuple[Step | None, dict[str, Any]]:
+        step = next(stream, None)
         self._ahead = step, self.loader.state_dict()
-        if self._sync is not None:
-            self._sync.start(step, save_done=self._save_done())
+        sync.start(step, save_done=self._save_done())
         return self._ahead
 
     # ------------------------------------------------------------------------------------------------------- position

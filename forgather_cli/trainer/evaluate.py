@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from forgather_cli.callbacks.base import TrainerState
 from forgather_cli.checkpoint.manifest import BestBy
 from forgather_cli.config import schedule
-from forgather_cli.config.schema import Config, DataOption, RunSettings, typed
+from forgather_cli.config.schema import DataOption, RunSettings, typed
 from forgather_cli.data.loaders.iterable import is_empty
 from forgather_cli.distributed import all_sum, gather, on_rank_0, world
 from forgather_cli.errors import ConfigError, DataError
@@ -46,17 +46,17 @@ def has_samples(run: TrainingRun, dataset: Any) -> bool:
     """Collective. Whether there is something to evaluate on. Where there is not and evaluations would be due, that is
     told in one line; raises DataError where somebody has asked for them.
     """
-    if not schedule.evaluates(run.args):
+    if not schedule.evaluates(run.config):
         return dataset is not None
 
     def look() -> bool:
         if not is_empty(dataset):
             return True
-        if not isinstance(run.args, Config):
+        if run.is_script:
             raise DataError("eval_dataset: has no samples; give it some, or set eval_strategy=no")
-        nothing, given = run.args.data.nothing_held_out, run.run_dir.given()
-        cause, remedy = (nothing.because, nothing.remedy) if nothing else nothing_to_read(run.args.data)
-        values = {**vars(run.args), **{f"data.{name}": value for name, value in vars(run.args.data).items()}}
+        nothing, given = run.config.data.nothing_held_out, run.run_dir.given()
+        cause, remedy = (nothing.because, nothing.remedy) if nothing else nothing_to_read(run.config.data)
+        values = {**vars(run.config), **{f"data.{name}": value for name, value in vars(run.config.data).items()}}
         asking = [name for name in _ASKING if name in given and values.get(name) not in ("no", False, None, [], 0.0)]
         if asking and nothing is None:  # else the rules have let it pass: a later layer has taken the split away
             who = "" if cause in asking else f", and {asking[0]} asks for evaluations"

@@ -20,7 +20,7 @@ def finish(run: TrainingRun, callbacks: CallbackList, checkpoints: Checkpoints) 
 
     Raises TrainingError if ``exit.json``, or a last checkpoint that was due, could not be written.
     """
-    args, run_dir, step = run.args, run.run_dir, run.state.global_step
+    args, run_dir, step = run.config, run.run_dir, run.state.global_step
     status = _status(run, callbacks.stopped)
     told = ", ".join(f"{count} of callback {each} in {event}" for (each, event), count in callbacks.lost.items())
     reason = f"{status.message} at step {step}"

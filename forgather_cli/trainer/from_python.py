@@ -1,6 +1,5 @@
 """A Trainer that a script makes, in the words of a recipe: so that it is checked, recorded and found like one. Its run
-directory is taken, described and left as ``forgather train`` does; the script's metrics go there, and on the terminal,
-as Hugging Face's ``log_metrics`` and ``save_metrics`` have them.
+directory is taken, described and left as ``forgather train`` does.
 """
 
 from __future__ import annotations
@@ -8,13 +7,12 @@ from __future__ import annotations
 import contextlib
 import datetime
 import inspect
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +23,17 @@ from forgather_cli.callbacks.base import BuiltIn, CallbackList
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.config.decode import dump_saved, to_tree
 from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import (
-    Config,
-    DataTarget,
-    RunSettings,
-    Target,
-)
+from forgather_cli.config.schema import Config, DataTarget, RunSettings, Target
 from forgather_cli.distributed import on_rank_0, world, world_size
 from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
 from forgather_cli.launch.exit_status import ExitStatus, from_error
 from forgather_cli.launch.run_lock import RunLock, begin_training, check_in_place
 from forgather_cli.run_dir import RunDir, name_file
-from forgather_cli.strategies.base import Strategy
 from forgather_cli.targets import name_of
 from forgather_cli.terminal.folding import show_all_text
 from forgather_cli.trainer.arguments import TrainingArguments
-from forgather_cli.trainer.optimizers import OptimizerRecipe
+from forgather_cli.trainer.given import Objects
 from forgather_cli.trainer.run import TrainingRun
-
-
-@dataclass(frozen=True)
-class Objects:
-    """What a Trainer is given besides its settings."""
-
-    model: nn.Module | None
-    model_init: Any
-    train_dataset: Any
-    eval_dataset: Any
-    optimizer: OptimizerRecipe
-    loss: Any
-    made_strategy: Strategy | None
-    enable_checkpointing: Any
-    callbacks: dict[str, BuiltIn[Any]]
-    """Forgather's own, by config name."""
-
 
 _FUNCTIONS = {
     "data_collator": "of a list of samples, and data as train_dataset=",
@@ -121,22 +96,59 @@ def check_kinds(given: dict[str, Any]) -> None:
         raise ConfigError(problems)
 
 
-def checked_config(args: TrainingArguments, objects: Objects) -> Config:
-    """The settings with the names of the objects. Raises ConfigError with all that a recipe would be refused for."""
-    config, size = _config(args, objects), world_size()
+def config_of(args: TrainingArguments, model: Any, data: Any) -> Config:
+    """A script's arguments as the config that its run is made from, with the options that their names stand for. Of
+    the script's model (or what makes it) and training data it has the names alone.
+    """
+    return Config(
+        **{f.name: getattr(args, f.name) for f in fields(RunSettings)},
+        recipe="python",
+        model=_named(model),
+        data=DataTarget(
+            _named(data).path,
+            dispatch_batches=args.dispatch_batches,
+            dispatch_eval_batches=args.dispatch_eval_batches,
+        ),
+        trainer=args.trainer,
+        optimizer=args.optimizer,
+        lr_scheduler=args.lr_scheduler,
+        loss=args.loss,
+        precision=args.precision,
+        callbacks=args.callbacks,
+    )
+
+
+def recorded(args: TrainingArguments, config: Config, objects: Objects) -> Config:
+    """``config`` as ``config.yaml`` has it and rules check it: with the names of the objects that stand in the place
+    of options, from which nothing can be built. Raises ConfigError with all that a recipe would be refused for.
+    """
+    own, own_callbacks, size = objects.optimizer, built_in(objects.callbacks), world_size()
+    loss, scheduler = objects.loss_fn or objects.fused_loss_factory, own.optimizers[1] or own.scheduler_factory
+    optimizer = config.optimizer
+    if own.way is not None:
+        optimizer = _named(own.optimizers[0] or own.factory or (own.cls_and_kwargs or [None])[0])
+    elif isinstance(own.groups, dict) and not isinstance(optimizer, Target):
+        optimizer = replace(optimizer, groups=own.groups)
+    record = replace(
+        config,
+        trainer=config.trainer if objects.made_strategy is None else _named(objects.made_strategy),
+        optimizer=optimizer,
+        lr_scheduler=_named(scheduler) if scheduler else config.lr_scheduler,
+        loss=config.loss if loss is None else _named(loss),
+        callbacks=replace(config.callbacks, **{name: each.settings for name, each in own_callbacks.items()}),
+    )
     # who shares data in a strategy that was made already, it knows alone
-    min_ranks = getattr(config.trainer, "min_ranks", 1)
-    known = objects.made_strategy is None and size >= min_ranks
-    here = replace(config, nproc_per_node=size if known else "auto", nnodes=1, node_rank=0)
+    known = objects.made_strategy is None and size >= getattr(record.trainer, "min_ranks", 1)
+    here = replace(record, nproc_per_node=size if known else "auto", nnodes=1, node_rank=0)
     layers = dict.fromkeys(args.given - _READ_LATER, 0)
-    for name, callback in objects.callbacks.items():
-        defaults, own = vars(callback.kind()), vars(callback.settings)
-        layers |= {f"callbacks.{name}.{key}": 0 for key, value in own.items() if value != defaults[key]}
-    typed = args.typed | {f"callbacks.{name}": type(each).__name__ for name, each in objects.callbacks.items()}
-    problems = [*_problems(args, objects, config, size), *objects.optimizer.problems(), *rule_problems(here, layers)]
+    for name, callback in own_callbacks.items():
+        defaults, settings = vars(callback.kind()), vars(callback.settings)
+        layers |= {f"callbacks.{name}.{key}": 0 for key, value in settings.items() if value != defaults[key]}
+    typed = args.typed | {f"callbacks.{name}": type(each).__name__ for name, each in own_callbacks.items()}
+    problems = [*_problems(args, objects, record, size), *own.problems(), *rule_problems(here, layers)]
     if problems:
         raise ConfigError([_as_typed(problem, typed) for problem in problems])
-    return config
+    return record
 
 
 _READ_LATER = {
@@ -144,34 +156,6 @@ _READ_LATER = {
     "resume_components", "ignore_data_skip", "overwrite_output_dir",
 }  # fmt: skip
 """Settings that ``evaluate()``, ``predict()`` and ``train(resume_from_checkpoint=)`` read, whatever the others say."""
-
-
-def _config(args: TrainingArguments, objects: Objects) -> Config:
-    run = {f.name: getattr(args, f.name) for f in fields(RunSettings)}
-    optimizer, lr_scheduler = args.optimizer, args.lr_scheduler
-    own, groups = objects.optimizer, objects.optimizer.groups
-    if own.way is not None:
-        optimizer = _named(own.optimizers[0] or own.factory or (own.cls_and_kwargs or [None])[0])
-    elif isinstance(groups, dict) and not isinstance(optimizer, Target):
-        optimizer = replace(optimizer, groups=groups)
-    if scheduler := own.optimizers[1] or own.scheduler_factory:
-        lr_scheduler = _named(scheduler)
-    return Config(
-        **run,
-        recipe="python",
-        model=_named(objects.model_init if objects.model is None else objects.model),
-        data=DataTarget(
-            _named(objects.train_dataset).path,
-            dispatch_batches=args.dispatch_batches,
-            dispatch_eval_batches=args.dispatch_eval_batches,
-        ),
-        trainer=args.trainer if objects.made_strategy is None else _named(objects.made_strategy),
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        loss=args.loss if objects.loss is None else _named(objects.loss),
-        precision=args.precision,
-        callbacks=replace(args.callbacks, **{name: each.settings for name, each in objects.callbacks.items()}),
-    )
 
 
 def built_in(callbacks: Iterable[Any]) -> dict[str, BuiltIn[Any]]:
@@ -252,6 +236,7 @@ def _said_twice(args: TrainingArguments, objects: Objects) -> Iterator[str]:
     recipe = objects.optimizer
     scheduler = "optimizers" if recipe.optimizers[1] is not None else "lr_scheduler_factory"
     has_scheduler = recipe.optimizers[1] is not None or recipe.scheduler_factory is not None
+    has_loss = objects.loss_fn is not None or objects.fused_loss_factory is not None
     stands_for: dict[str, tuple[str, ...]] = {
         recipe.way or "": ("optimizer", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
         scheduler if has_scheduler else "": (
@@ -261,7 +246,7 @@ def _said_twice(args: TrainingArguments, objects: Objects) -> Iterator[str]:
             "warmup_steps",
         ),
         "strategy" if objects.made_strategy is not None else "": ("trainer",),
-        "loss_fn or fused_loss_factory" if objects.loss is not None else "": ("loss", "label_smoothing_factor"),
+        "loss_fn or fused_loss_factory" if has_loss else "": ("loss", "label_smoothing_factor"),
     }
     given = args.given | {f.name for f in fields(args.groups) if getattr(args.groups, f.name) is not None}
     for argument, names in stands_for.items():
@@ -353,7 +338,7 @@ class RunFiles:
                 held.prepare(
                     dump_saved(self.tree),
                     {**self._origin, "started_at": started_at},
-                    overwrite=run.args.overwrite_output_dir and not resume,
+                    overwrite=run.config.overwrite_output_dir and not resume,
                     resume=resume or self._has_trained,
                     ranks=0,
                 )
@@ -376,17 +361,16 @@ class RunFiles:
                 held.conclude(status)
 
 
-def script_files(run_dir: RunDir, args: TrainingArguments, objects: Objects) -> RunFiles:
+def script_files(run_dir: RunDir, args: TrainingArguments, config: Config, objects: Objects) -> RunFiles:
     """The run of a script, shown and written like every other, but for callbacks that the user gives in their place.
 
     ``config.yaml`` has the names of the objects that the script gave, in angle brackets: commands read the settings,
     and only the script can go on with the run. Raises ConfigError with all that a recipe would be refused for.
     """
-    config = checked_config(args, objects)
-    tree = to_tree(replace(config, output_dir=str(run_dir.root)))
+    tree = to_tree(replace(recorded(args, config, objects), output_dir=str(run_dir.root)))
     origin = {"recipe": config.recipe, "recipe_path": sys.argv[0], "overrides": [], "directory": str(Path.cwd())}
-    built = build_callbacks(args.callbacks, run_dir, config_tree=tree)
-    return RunFiles(run_dir, tree, origin, [(name, each) for name, each in built if name not in objects.callbacks])
+    built, given = build_callbacks(config.callbacks, run_dir, config_tree=tree), built_in(objects.callbacks)
+    return RunFiles(run_dir, tree, origin, [(name, each) for name, each in built if name not in given])
 
 
 class ScriptJob:
@@ -400,45 +384,13 @@ class ScriptJob:
         acknowledge: Callable[[int], None] = lambda signum: None,
         run_dir: RunDir | None = None,
     ) -> None:
-        """``run_dir``: on rank 0, where the Trainer has one to itself."""
+        """``run_dir``: where the Trainer has one to itself."""
         self.poll, self.acknowledge, self._run_dir, self._has_begun = poll, acknowledge, run_dir, False
 
     def stepped(self, step: int) -> None:
         """The first step shows that settings, data and model are sound: a run that is to be overwritten goes then."""
-        if self._run_dir is not None:
+        if self._run_dir is not None and world().rank == 0:
             if not self._has_begun:
                 begin_training(self._run_dir)
             check_in_place(self._run_dir)
             self._has_begun = True
-
-
-# ----------------------------------------------------------------------------------------------- a script's own results
-
-
-def print_metrics(split: str, metrics: dict[str, Any]) -> None:
-    """Print a table of the metrics, sorted by name (transformers 5.23, ``trainer_pt_utils.py: log_metrics``)."""
-    told = {name: _told(name, value) for name, value in sorted(metrics.items())}
-    width, places = max(map(len, told), default=0), max(map(len, told.values()), default=0)
-    print(f"***** {split} metrics *****")
-    for name, value in told.items():
-        print(f"  {name:<{width}} = {value:>{places}}")
-
-
-def _told(name: str, value: Any) -> str:
-    if "_runtime" in name:
-        return str(datetime.timedelta(seconds=round(value)))
-    return str(round(value, 4) if isinstance(value, float) else value)
-
-
-def save_metrics(root: Path, split: str, metrics: dict[str, Any], *, combined: bool) -> None:
-    """Write ``<split>_results.json``, and with ``combined`` what ``all_results.json`` has not yet or no more."""
-    write_json(root / f"{split}_results.json", metrics)
-    if combined:
-        path = root / "all_results.json"
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        write_json(path, before | metrics)
-
-
-def write_json(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values, indent=4, sort_keys=True, default=str) + "\n", encoding="utf-8")

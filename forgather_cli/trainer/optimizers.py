@@ -21,7 +21,6 @@ from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.optim.schedules import Schedule, TorchSchedule, build_schedule
 from forgather_cli.optim.state import ParameterOptimizer, merge_group_states
 from forgather_cli.targets import accepts, call, import_target, make
-from forgather_cli.trainer.arguments import TrainingArguments
 
 Named = list[tuple[str, nn.Parameter]]
 GroupsGiven = dict[str, GroupSettings] | Callable[[Named], list[dict[str, Any]]] | None
@@ -35,7 +34,7 @@ class OptimizerRecipe:
     that returns torch's parameter groups and leaves no parameter out.
     """
 
-    args: Config | TrainingArguments
+    config: Config
     optimizers: tuple[Any, Any] = (None, None)
     factory: Callable[..., Any] | None = None
     cls_and_kwargs: tuple[Callable[..., Any], dict[str, Any]] | None = None
@@ -55,7 +54,7 @@ class OptimizerRecipe:
         optimizer, scheduler = self.optimizers
         if sum(given is not None for given in ways) > 1:
             yield "optimizers: excludes optimizer_factory and optimizer_cls_and_kwargs, and these each other; give one"
-        if self.way is not None and self.args.fuse_optim_with_backward:
+        if self.way is not None and self.config.fuse_optim_with_backward:
             yield (
                 f"{self.way}: an optimizer of your own cannot run in the backward pass; set "
                 "fuse_optim_with_backward=false"
@@ -89,7 +88,7 @@ class OptimizerRecipe:
 
     def optimizer(self, parameters: Named) -> Any:
         """One or several torch optimizers: torch's own, a list of them, or a ParameterOptimizer."""
-        args, option, own = self.args, self.args.optimizer, self.cls_and_kwargs
+        config, option, own = self.config, self.config.optimizer, self.cls_and_kwargs
         if self.groups is not None and isinstance(option, Target):
             own = own or (import_target(option.path, "optimizer"), option.kwargs)
         groups = _by_name(self.groups, parameters) if callable(self.groups) else self.groups
@@ -104,16 +103,16 @@ class OptimizerRecipe:
             )
         elif own is not None:
             cls, kwargs = own
-            settings = {"lr": args.learning_rate, **kwargs}
+            settings = {"lr": config.learning_rate, **kwargs}
             if accepts(cls, "weight_decay"):
-                settings = {"weight_decay": args.weight_decay, **settings}
+                settings = {"weight_decay": config.weight_decay, **settings}
             split = _split(groups_of(option) if groups is None else groups, parameters, settings)
             made = _made(cls, "optimizer_cls_and_kwargs", split, **settings)
         else:
             if groups is not None and not isinstance(option, Target):
                 option = replace(option, groups=groups)
-            build = FusedBackward if args.fuse_optim_with_backward else build_optimizer
-            return build(option, parameters, lr=args.learning_rate, weight_decay=args.weight_decay)
+            build = FusedBackward if config.fuse_optim_with_backward else build_optimizer
+            return build(option, parameters, lr=config.learning_rate, weight_decay=config.weight_decay)
         if groups is not None:
             _check_read(groups, made)
         return made
@@ -124,7 +123,7 @@ class OptimizerRecipe:
             return self.optimizers[1]
         if self.scheduler_factory is not None:
             return [_made(self.scheduler_factory, "lr_scheduler_factory", each) for each in optimizer.optimizers]
-        return build_schedule(self.args.lr_scheduler, optimizer, total_steps=total_steps)
+        return build_schedule(self.config.lr_scheduler, optimizer, total_steps=total_steps)
 
 
 def _made(factory: Callable[..., Any], argument: str, *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import Config, Target
+from forgather_cli.config.schema import Target
 from forgather_cli.errors import DataError, ForgatherError, PartError
 from forgather_cli.strategies.base import Batch
 from forgather_cli.targets import raised
@@ -36,7 +36,7 @@ def explain_part(error: Exception, run: TrainingRun, when: str, batches: Sequenc
     root = _unwrapped(error)
     if isinstance(root, DataError):
         named, _, problem = str(root).partition(": ")
-        if isinstance(run.args, Config) and named in ("train_dataset", "eval_dataset") and _own(run, "data"):
+        if not run.is_script and named in ("train_dataset", "eval_dataset") and _own(run, "data"):
             raise _completed(PartError("data", "", problem), run, when) from root
     if isinstance(root, PartError):
         if _own(run, root.part) is None and root.part in ("data", "model"):
@@ -53,7 +53,7 @@ def explain_part(error: Exception, run: TrainingRun, when: str, batches: Sequenc
 
 def _completed(error: PartError, run: TrainingRun, when: str) -> PartError:
     """With what only the Trainer knows."""
-    is_script = not isinstance(run.args, Config)
+    is_script = run.is_script
     if not (is_script and error.name):
         error.name = _own(run, error.part) or error.name
     error.part = _IN_SCRIPTS.get(error.part, error.part) if is_script else error.part
@@ -80,7 +80,10 @@ def _told(
     modules = [frame.f_globals.get("__name__", "") for frame in frames]
     ours = [n for n, module in enumerate(modules) if module.startswith("forgather_cli.")]
     last = modules[ours[-1]].removeprefix("forgather_cli.") if ours else ""
+    caller = frames[ours[-1]].f_code.co_qualname if ours else ""
     part = next((part for module, part in _CALLERS.items() if last.startswith(module)), None)
+    if caller == "CrossEntropy.total":
+        part = "model"  # which it calls itself; the user's losses stand in the same module
     if last.startswith("strategies."):
         minimised = "loss" if _own(run, "loss") is not None else "model"
         if _NO_SCALAR in str(error):
@@ -91,12 +94,12 @@ def _told(
                 minimised,
                 f"it returned {what} without a gradient; leave out detach(), item() and no_grad()",
             )
-    if frames and ours and frames[ours[-1]].f_code.co_qualname.startswith("ComputedLoss."):
+    if caller.startswith("ComputedLoss."):
         return None, ""  # in a compute_loss, whose own traceback it has
     embedding = next((f for f in reversed(frames) if isinstance(f.f_locals.get("self"), nn.Embedding)), None)
     if embedding is not None:
         return _at_embedding(error, embedding.f_locals, run, batches)
-    if last == "loss.losses" and ours[-1] == len(frames) - 1:  # at what the loss returned
+    if part == "loss" and ours[-1] == len(frames) - 1:  # at what the loss returned
         return part, f"it returned no tensor of one number ({raised(error)})"
     return part, raised(error)
 
@@ -128,8 +131,8 @@ def _has_row(ids: Tensor, given: Tensor) -> bool:
 def _own(run: TrainingRun, part: str) -> str | None:
     """The name of a part that is the user's own: the path of a recipe's ``_target_``, or the class that a script gave;
     None for one of ours."""
-    if isinstance(run.args, Config):
-        option = getattr(run.args, part, None)
+    if not run.is_script:
+        option = getattr(run.config, part, None)
         return option.path if isinstance(option, Target) else None
     if part == "loss":
         return "the loss"

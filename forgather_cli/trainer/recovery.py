@@ -229,7 +229,7 @@ class Recovery:
             below = self.records[-1].to_step
         by_trust = [reader for reader in newest_first if reader.step < below]
         by_trust += [reader for reader in reversed(newest_first) if reader.step >= below]
-        for reader in whole_ones(by_trust, run.args.verify_checkpoint, run.cpu_group):
+        for reader in whole_ones(by_trust, run.config.verify_checkpoint, run.cpu_group):
             return reader
         raise DivergenceError(
             f"{asked.reason}; there is no healthy checkpoint to roll back to: lower save_steps, or start again with a "

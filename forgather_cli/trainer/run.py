@@ -31,11 +31,11 @@ from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 
 @dataclass
 class TrainingRun:
-    """One model in training: settings, parts, and how far it is. The Trainer makes it; its helpers are given it."""
+    """One model in training: settings, parts, and how far it is. The loop makes it; its helpers are given it."""
 
-    args: Config | TrainingArguments
+    config: Config
     script: ScriptSettings
-    """Settings that only TrainingArguments have; their defaults for a recipe."""
+    """A script's TrainingArguments, for the settings that only these have; else the defaults of those."""
     run_dir: RunDir
     config_tree: dict[str, Any]
     """The settings as checkpoints hold them; empty where they are not known."""
@@ -49,7 +49,7 @@ class TrainingRun:
     seed: int
     job: TrainingJob
     emit: Callable[..., None]
-    """``emit(event, **facts)`` sends an event to the callbacks (``Trainer.emit``)."""
+    """``emit(event, **facts)`` sends an event to the callbacks (``Loop.emit``)."""
     write_model_files: Callable[[Path], None]
     """Writes config and tokenizer, where they are known, into a directory."""
     scaler: LossScaler | None = None
@@ -74,6 +74,18 @@ class TrainingRun:
     """Learning rate of the newest update."""
     metrics: TrainMetrics = field(init=False)
     eval_loader: EvalLoader | None = None
+
+    @property
+    def is_script(self) -> bool:
+        """The settings are a script's TrainingArguments: errors speak of arguments, not of a recipe's keys."""
+        return isinstance(self.script, TrainingArguments)
+
+    def is_finished(self) -> bool:
+        """Whether training is over: by its number of steps, or since somebody has ended it."""
+        control = self.control
+        if control.should_training_stop or control.should_abort_without_save or self.sync.signum is not None:
+            return True
+        return 0 < self.state.max_steps <= self.state.global_step
 
     @property
     def ranks_differ(self) -> bool:
@@ -109,7 +121,7 @@ _SHOWN_ELSEWHERE = {
 
 def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any]:
     """What is about to be trained, flat, ordered and printable. ``num_parameters``: all, and those that are trained."""
-    strategy, state, args, plan = run.strategy, run.state, run.args, run.batch_plan
+    strategy, state, config, plan = run.strategy, run.state, run.config, run.batch_plan
     ranks = f" on {run.world.size} ranks" if run.world.size > 1 else ""
     total, trainable = num_parameters
     frozen = "" if trainable == total else f", {trainable:,} of them trained"
@@ -122,8 +134,8 @@ def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any
     several = f" x {strategy.data_size} ranks" if strategy.data_size > 1 else ""
     parts = f" = {plan.micro_batch}{micro_steps}{several}" if micro_steps or several else ""
 
-    number = args.num_train_epochs
-    epochs = f"{number:g} epoch{'' if number == 1 else 's'}" if args.max_steps < 0 <= number else ""
+    number = config.num_train_epochs
+    epochs = f"{number:g} epoch{'' if number == 1 else 's'}" if config.max_steps < 0 <= number else ""
     steps = f"{state.max_steps:,}" if state.max_steps else "until the data ends"
     if epochs:
         steps = f"{steps} ({epochs})" if state.max_steps else f"{epochs}, {steps}"
@@ -136,7 +148,7 @@ def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any
         "batch": f"{plan.global_batch} sequences{parts}{tokens}",
         "steps": steps,
         "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
-        "device": f"{_device(strategy.device)}, {args.precision.type}, trainer {strategy.name}{ranks}",
+        "device": f"{_device(strategy.device)}, {config.precision.type}, trainer {strategy.name}{ranks}",
         "seed": run.seed,
         "output_dir": shown(run.run_dir.root),
         "versions": f"torch {torch.__version__}, Python {platform.python_version()}",

@@ -26,7 +26,7 @@ from forgather_cli.documents.fields import (
 from forgather_cli.trainer.run import TrainingRun
 
 
-class TrainerProgress:
+class RunState:
     """Progress counters, the seed, and the open log interval. ``counters``: what the schedule and the data count, for
     ``check_counters``.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +15,7 @@ from forgather_cli.errors import NotFiniteError
 from forgather_cli.run_dir import step_of
 from forgather_cli.trainer.checkpoints import Checkpoints
 from forgather_cli.trainer.evaluate import EvaluationStopped, agree_on_best
+from forgather_cli.trainer.given import Hooks
 from forgather_cli.trainer.metrics import Interval
 from forgather_cli.trainer.recovery import Recovery
 from forgather_cli.trainer.run import TrainingRun
@@ -27,18 +27,11 @@ class StepEnd:
     """Logs, evaluates and saves when that is due, or when a command or a callback has set it in ``control``."""
 
     def __init__(
-        self,
-        run: TrainingRun,
-        checkpoints: Checkpoints,
-        recovery: Recovery,
-        evaluate: Callable[[], dict[str, float]],
-        log_metrics: Callable[[dict[str, float]], None],
-        *,
-        can_evaluate: bool,
+        self, run: TrainingRun, checkpoints: Checkpoints, recovery: Recovery, hooks: Hooks, *, can_evaluate: bool
     ) -> None:
-        """``log_metrics``: ``Trainer.log``; ``can_evaluate``: there is an evaluation dataset."""
+        """``can_evaluate``: there is an evaluation dataset."""
         self._run, self._checkpoints, self._recovery = run, checkpoints, recovery
-        self._evaluate_split, self._can_evaluate, self._log_metrics = evaluate, can_evaluate, log_metrics
+        self._hooks, self._can_evaluate = hooks, can_evaluate
         self._evaluated_step: int | None = None
         self._discarded_step: int | None = None
         self._eval_metrics: dict[str, float] = {}
@@ -51,7 +44,7 @@ class StepEnd:
         """Before the first step: a signal that came during set-up, and the first evaluation."""
         run = self._run
         run.sync.poll()
-        if run.args.eval_on_start and run.state.global_step == 0 and self._can_evaluate:
+        if run.config.eval_on_start and run.state.global_step == 0 and self._can_evaluate:
             self._evaluate()
         run.metrics.restart_clock()
 
@@ -62,7 +55,7 @@ class StepEnd:
         """
         if norm is not None:
             self._newest = (loss, norm)
-        args, control, step = self._run.args, self._run.control, self._run.state.global_step
+        args, control, step = self._run.config, self._run.control, self._run.state.global_step
         control.should_log |= schedule.log_due(args, step)
         control.should_evaluate |= schedule.eval_due(args, step) and self._can_evaluate
         control.should_save |= schedule.save_due(args, step)
@@ -72,7 +65,7 @@ class StepEnd:
 
     def after_epoch(self) -> None:
         """As ``after_step`` at the end of an epoch, with on_epoch_end."""
-        args, control = self._run.args, self._run.control
+        args, control = self._run.config, self._run.control
         control.should_log |= args.logging_strategy == "epoch"
         control.should_evaluate |= schedule.eval_due_at_epoch(args, self._run.state.epoch) and self._can_evaluate
         control.should_save |= args.save_strategy == "epoch"
@@ -100,7 +93,7 @@ class StepEnd:
         if run.outer is not None:
             run.outer.after_last_step()
         # by save_strategy, a signal, or a command or callback
-        if not aborted and (stopped or run.control.should_save or run.args.save_strategy != "no"):
+        if not aborted and (stopped or run.control.should_save or run.config.save_strategy != "no"):
             self._save()
         start = time.perf_counter()
         self._checkpoints.wait()
@@ -110,10 +103,10 @@ class StepEnd:
             run.outer.end()
             run.metrics.exchange_seconds += time.perf_counter() - begun
             start += time.perf_counter() - begun
-        if run.args.load_best_model_at_end and not (aborted or stopped):
+        if run.config.load_best_model_at_end and not (aborted or stopped):
             self._checkpoints.load_best()
-        if run.args.average_last is not None and run.args.save_strategy != "no" and not (aborted or stopped):
-            self._checkpoints.average_last(run.args.average_last)
+        if run.config.average_last is not None and run.config.save_strategy != "no" and not (aborted or stopped):
+            self._checkpoints.average_last(run.config.average_last)
         run.metrics.save_seconds += time.perf_counter() - start
         metrics = self._run_metrics()
         self._emit_log(metrics, None)
@@ -142,7 +135,7 @@ class StepEnd:
             if control.should_evaluate and control.divergence is None:
                 self._evaluate()
                 is_best = run.state.best_global_step == run.state.global_step and control.divergence is None
-                control.should_save |= run.args.save_strategy == "best" and is_best
+                control.should_save |= run.config.save_strategy == "best" and is_best
             if control.should_save and control.divergence is None and not control.should_abort_without_save:
                 self._save()
         if control.divergence is not None:
@@ -165,7 +158,7 @@ class StepEnd:
         self._before = [b + now - was for b, now, was in zip(self._before, self._counts(), counts, strict=True)]
         control = self._run.control
         control.should_log = control.should_evaluate = False
-        control.should_save &= not schedule.save_due(self._run.args, record.from_step)
+        control.should_save &= not schedule.save_due(self._run.config, record.from_step)
         self._saved_step, self._evaluated_step, self._newest = record.to_step, None, None
 
     def _emit_on_save(self) -> None:
@@ -195,7 +188,7 @@ class StepEnd:
         run = self._run
         run.state.total_flos = run.metrics.total_flops
         run.emit("on_log_step", logs=logs, interval=interval)
-        self._log_metrics(logs)
+        self._hooks.log(logs)
 
     # ----------------------------------------------------------------------------------------------- evaluate and save
 
@@ -204,9 +197,9 @@ class StepEnd:
         run.control.should_evaluate = False
         start = time.perf_counter()
         try:
-            self._eval_metrics = self._evaluate_split()
+            self._eval_metrics = self._hooks.evaluate()
             self._evaluated_step = step
-            agree_on_best(run.args, run.state, self._eval_metrics, run.cpu_group)
+            agree_on_best(run.config, run.state, self._eval_metrics, run.cpu_group)
         except EvaluationStopped:
             self._discarded_step = step
             log.info("the evaluation at step %d was stopped and discarded", step)
@@ -223,7 +216,7 @@ class StepEnd:
         run.control.should_save = False
         if step == self._saved_step:
             return
-        needs_metric = run.args.load_best_model_at_end or run.args.eval_on_save
+        needs_metric = run.config.load_best_model_at_end or run.config.eval_on_save
         done_with = step in (self._evaluated_step, self._discarded_step)
         if needs_metric and self._can_evaluate and not done_with and run.sync.signum is None:
             self._evaluate()

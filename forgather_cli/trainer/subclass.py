@@ -13,7 +13,6 @@ from pathlib import Path
 
 from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError
-from forgather_cli.trainer.arguments import TrainingArguments
 
 HONOURED = frozenset(
     ("compute_loss", "create_optimizer", "create_scheduler", "get_train_dataloader", "get_eval_dataloader", "log")
@@ -105,7 +104,7 @@ def private_methods() -> frozenset[str]:
     return frozenset(name for name in names if name.startswith("_") and not name.startswith("__"))
 
 
-def checked_overrides(kind: type, base: type, args: Config | TrainingArguments, *, made_strategy: bool) -> set[str]:
+def checked_overrides(kind: type, base: type, config: Config, *, made_strategy: bool) -> set[str]:
     """The names above that the subclass ``kind`` of ``base``, or a class mixed into it, defines anew.
 
     Raises ConfigError, with all of them, for those that nothing would call, or not as they are meant.
@@ -115,7 +114,7 @@ def checked_overrides(kind: type, base: type, args: Config | TrainingArguments, 
     names = HONOURED | REFUSED.keys() | private_methods()
     found = {name for name in names
              if inspect.getattr_static(kind, name, None) is not inspect.getattr_static(base, name, None)}  # fmt: skip
-    in_stages = not made_strategy and getattr(args.trainer, "cuts_layers", False)
+    in_stages = not made_strategy and getattr(config.trainer, "cuts_layers", False)
     of_stages = "gets the whole model, of which a rank of trainer=pipeline has only stages; give"
     problems = [
         f"{kind.__name__}.{name}: nothing calls it here; {REFUSED.get(name, 'override a public method')}"
@@ -127,7 +126,7 @@ def checked_overrides(kind: type, base: type, args: Config | TrainingArguments, 
         problems.append(f"compute_loss: {of_stages} loss_fn=, a function of logits and labels")
     if "create_optimizer" in found and in_stages:
         problems.append(f"create_optimizer: {of_stages} optimizer_factory=, which gets this rank's parameters")
-    if "create_optimizer" in found and args.fuse_optim_with_backward:
+    if "create_optimizer" in found and config.fuse_optim_with_backward:
         problems.append(
             "create_optimizer: an optimizer of your own cannot run in the backward pass; set "
             "fuse_optim_with_backward=False"

@@ -17,7 +17,6 @@ from forgather_cli.config.diloco import load_server_settings
 from forgather_cli.config.load import load_config
 from forgather_cli.config.mistakes import ELSEWHERE
 from forgather_cli.config.options import GROUPS
-from forgather_cli.config.overrides import expand
 from forgather_cli.config.paths import settings, walk
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import ConfigError
@@ -254,10 +253,6 @@ def test_the_advice_for_a_text_gives_what_was_typed(problems: Problems, tmp_path
     assert problems("model=2023_09") == ["""model=2023_09: is read as 202309; write model="'2023_09'\""""]
     load_config(None, ["model='2023_09'"], cwd=tmp_path)
     assert problems("model=1e9")[0].startswith("model=1e9: no such option")
-    assert expand(["job_id=2023_09,1e5", "learning_rate=1e-3"]) == [
-        ["job_id=2023_09", "learning_rate=1e-3"],
-        ["job_id=1e5", "learning_rate=1e-3"],
-    ]
     with pytest.raises(ConfigError, match=r"""diloco\.host: must be text, got 1e5; write diloco\.host="'1e5'\""""):
         load_server_settings(["diloco.host=1e5"])
 

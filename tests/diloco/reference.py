@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forgather_cli.config.schema import Config
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer.trainer import Trainer
+from forgather_cli.trainer.script import Trainer
 from forgather_cli.worker import build
 
 Weights = dict[str, Tensor]

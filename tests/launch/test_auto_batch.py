@@ -14,7 +14,7 @@ from program import Process, forgather
 from forgather_cli.config.batch import BatchPlan, smaller_micro_batch
 from forgather_cli.config.load import load_config
 from forgather_cli.errors import ConfigError, OutOfMemoryError
-from forgather_cli.trainer.trainer import Trainer
+from forgather_cli.trainer.script import Trainer
 
 RUN = (
     "model._target_=hungry.model", "precision=fp32", "data=synthetic", "data.seq_len=16", "data.num_samples=256",
@@ -81,7 +81,7 @@ def test_ranks_start_again_together_from_what_was_saved() -> None:
 
 LIMITED = """
 import resource, sys
-import torch, torch._dynamo, forgather_cli.worker, forgather_cli.trainer.trainer  # what these map is not counted
+import torch, torch._dynamo, forgather_cli.worker, forgather_cli.trainer.script  # what these map is not counted
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.start import launch
 

@@ -129,11 +129,11 @@ def test_a_run_is_at_the_end_only_with_a_checkpoint_that_a_resume_may_take() -> 
     start("max_steps=3", "save_steps=1", "output_dir=run")
     run = RunDir(Path("run"))
     (run.checkpoint(3) / "manifest.json").write_text("")
-    assert launch(reload_config(run.root, ["verify_checkpoint=none"]), work) == 0
+    assert launch(lambda: reload_config(run.root, ["verify_checkpoint=none"]), work) == 0
     assert read_manifest(run.checkpoint(3)).final
     gone_back = Rollback(1, "2026-01-01T00:00:00+00:00", "x", 3, 1, 2, None, [{"epoch": 0, "sample": 4}])
     append_rollback(run, gone_back)  # and was killed before it deleted what it had gone back from
-    assert launch(reload_config(run.root, ["max_steps=2"]), work) == 0
+    assert launch(lambda: reload_config(run.root, ["max_steps=2"]), work) == 0
     assert run.checkpoint_steps() == [1, 2]
 
 

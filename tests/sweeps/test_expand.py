@@ -61,3 +61,10 @@ def test_job_names_follow_the_content() -> None:
     assert " " not in weird
     assert len(weird) < 120
     assert job_name("text", [])
+
+
+def test_texts_that_look_like_numbers_stay_as_typed() -> None:
+    assert expand(["job_id=2023_09,1e5", "learning_rate=1e-3"]) == [
+        ["job_id=2023_09", "learning_rate=1e-3"],
+        ["job_id=1e5", "learning_rate=1e-3"],
+    ]

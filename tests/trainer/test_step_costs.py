@@ -7,6 +7,8 @@ the whole list: who adds to it says here why the step cannot do without.
 
 from __future__ import annotations
 
+import json
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 import tiny
 import torch.distributed as dist
+from program import Process
 from ranks import run_ranks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -155,7 +158,7 @@ def test_a_step_sends_what_the_mathematics_needs_and_waits_for_nothing(layout: s
 
 
 PACKAGE = str(Path(forgather_cli.__file__).parent)
-CALLS = 114
+CALLS = 107
 """Of our functions in a step from Python on one device, with two layers, under a callback at the step's end (Python
 3.11, where each comprehension is one). A call more is a place more that a reader of the step has to go to.
 """
@@ -182,6 +185,28 @@ def test_a_step_goes_through_few_functions(tmp_path: Path) -> None:
         str(tmp_path), max_steps=6, per_device_train_batch_size=4, save_strategy="no", use_cpu=True, disable_tqdm=True
     )
     Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[calls]).train()
-    assert calls.found["trainer.Trainer.step"] == 1
+    assert calls.found["trainer.Loop.step"] == 1
     assert calls.found["decoder.DecoderLayer.forward"] == 2
     assert calls.found.total() <= CALLS, calls.found.most_common()
+
+
+def test_the_way_from_the_command_to_the_model_is_short(tmp_path: Path) -> None:
+    """What a reader of the loop goes through (Python 3.11, where each comprehension is a call)."""
+    words = (
+        "train", "model=nano", "seq_len=64", "precision=fp32", "optimizer=muon", "eval_strategy=no", "save_strategy=no",
+        "max_steps=26", f"output_dir={tmp_path / 'run'}", "device=cpu", "+callbacks.way._target_=step_calls.Way",
+    )  # fmt: skip
+    train = Process(*words)
+    assert train.finish() == 0, train.output
+    way = json.loads((tmp_path / "run" / "way.json").read_text())
+    inner = way["frames"][way["frames"].index("Loop.train") :]
+    assert inner == [
+        "Loop.train", "Loop._train_epoch", "Loop.step", "SingleDevice.forward_backward", "ModelWithLoss.forward",
+        "CrossEntropy.total", "Decoder.forward",
+    ]  # fmt: skip
+    assert len(way["frames"]) <= 14, way["frames"]
+    assert list(way["steps"]) == [str(step) for step in range(12, 26)]
+    calls = statistics.median(sum(each.values()) for each in way["steps"].values())
+    functions = statistics.median(map(len, way["steps"].values()))
+    assert calls <= 170, way["steps"]["12"]
+    assert functions <= 95, sorted(way["steps"]["12"])

@@ -233,7 +233,7 @@ def test_a_subclass_written_for_hugging_face_s_trainer_gives_the_same_run(tmp_pa
     for name, value in their_weights.items():
         torch.testing.assert_close(my_weights[name], value, rtol=1e-4, atol=1e-5)
     assert all(record["mine"] == 1.0 for record in history)
-    assert [record.get("mine") for record in tiny.metrics(tmp_path / "forgather_cli.trainer.trainer")] == [1.0] * 7
+    assert [record.get("mine") for record in tiny.metrics(tmp_path / "forgather_cli.trainer.script")] == [1.0] * 7
 
 
 def of_two_ranks(root: str, trainer: str) -> tuple[list[float], str, list[int]]:

@@ -30,8 +30,7 @@ from forgather_cli.config.schema.base import (
     without_evaluation,
 )
 from forgather_cli.config.schema.sampling import GenerationConfig, Sampling
-from forgather_cli.documents.json_and_yaml import read_yaml
-from forgather_cli.documents.regular_files import read_text
+from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import is_installed
 

@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from forgather_cli.config.schema.base import (
-    NonNegative,
-    PositiveInt,
-    Probability,
-    Settings,
-    Target,
-    by_type,
-    settings,
-)
+from forgather_cli.config.schema.base import NonNegative, PositiveInt, Probability, Settings, Target, by_type, settings
 
 
 class _Loss(Settings):

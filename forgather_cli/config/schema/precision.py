@@ -7,14 +7,7 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from forgather_cli.config.schema.base import (
-    PositiveFloat,
-    PositiveInt,
-    Settings,
-    by_type,
-    only_if,
-    settings,
-)
+from forgather_cli.config.schema.base import PositiveFloat, PositiveInt, Settings, by_type, only_if, settings
 
 QuantizeRecipe = Literal[
     "int8-weight-only",

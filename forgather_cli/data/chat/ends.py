@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.data.chat.template import ChatTemplate
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.targets import accepts
 

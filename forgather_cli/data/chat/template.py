@@ -20,8 +20,7 @@ from jinja2 import meta, nodes
 
 from forgather_cli.data.chat.sandbox import Span, TooSlow, Trace, Turns, sandbox
 from forgather_cli.data.text.tokenizer import special_tokens
-from forgather_cli.documents.json_and_yaml import read_json_object
-from forgather_cli.documents.regular_files import read_text
+from forgather_cli.documents.regular_files import read_json_object, read_text
 from forgather_cli.errors import DataError
 
 Message = Mapping[str, Any]

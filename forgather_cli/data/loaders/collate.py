@@ -79,6 +79,7 @@ class Step:
 
     microbatches: list[Batch]
     counts: Counts
+    """Of these, or once ranks have agreed on the step of all ranks'."""
 
 
 def default_collate(samples: list[Any]) -> Batch:

@@ -203,11 +203,13 @@ class MapStyleSteps:
     def _requests(self, epoch: int, start: int) -> Iterator[tuple[list[Request], Position]]:
         """For each step the requests of this rank's micro-batches, and the position after it."""
         order, share, size = self._order(epoch), self._share, self._share.micro_batch
+        part = share.of(share.global_batch)  # of all steps but a smaller last one
         while start < self._length:
             stop = min(start + share.global_batch, self._length)
-            if stop - start < share.global_batch and share.drop_last:
-                return
-            part = share.of(stop - start)
+            if stop - start < share.global_batch:
+                if share.drop_last:
+                    return
+                part = share.of(stop - start)
             numbers = order[start + part.start : start + part.stop]
             requests = [(epoch, numbers[at : at + size]) for at in range(0, len(numbers), size)]
             yield requests, {"epoch": epoch, "sample": stop}

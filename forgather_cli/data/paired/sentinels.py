@@ -7,7 +7,7 @@ from pathlib import Path
 
 from forgather_cli.data.cache import Cache, Meta, digest
 from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, add_to_directory
-from forgather_cli.documents.json_and_yaml import read_json_object
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError
 
 _VERSION = 1

@@ -16,15 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 from forgather_cli.data.cache import Cache, Meta, digest
 from forgather_cli.data.text import read
 from forgather_cli.data.text.compressed import check_archives
-from forgather_cli.data.text.read import (
-    Damage,
-    Document,
-    SourceFile,
-    codec_of,
-    kind_of,
-    parts_of,
-    read_documents,
-)
+from forgather_cli.data.text.read import Damage, Document, SourceFile, codec_of, kind_of, parts_of, read_documents
 from forgather_cli.data.tokens import Split
 from forgather_cli.documents.regular_files import open_file
 from forgather_cli.errors import DataError

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from forgather_cli.documents.json_and_yaml import read_json_object
-from forgather_cli.documents.regular_files import read_bytes
+from forgather_cli.documents.regular_files import read_bytes, read_json_object
 from forgather_cli.errors import DataError
 
 if TYPE_CHECKING:

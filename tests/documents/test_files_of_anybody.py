@@ -15,8 +15,8 @@ import pytest
 from program import forgather
 from safetensors.torch import load_file, save_file
 
-from forgather_cli.documents.json_and_yaml import MAX_DEPTH, file_inside, parse_json, parse_yaml, read_json, read_yaml
-from forgather_cli.documents.regular_files import read_text
+from forgather_cli.documents.json_and_yaml import MAX_DEPTH, parse_json, parse_yaml
+from forgather_cli.documents.regular_files import file_inside, read_json, read_text, read_yaml
 
 SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
          "max_steps=1", "data=synthetic", "num_samples=64", "num_eval_samples=4"]  # fmt: skip
