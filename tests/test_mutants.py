@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutants import MODULES
 from places import draw, mutants_of, read
 
 ROOT = Path(__file__).parents[1]
@@ -75,6 +76,12 @@ def test_a_mutant_is_killed_or_left_a_killed_campaign_goes_on_and_what_it_prints
     total = next(line.split() for line in output.splitlines() if line.startswith("all "))
     assert total == ["all", *map(str, (len(drawn), len(drawn) - len(left), 0, len(left)))]
     assert "more than 5% are said to be equal" in output
+
+
+def test_the_modules_and_their_tests_are_there() -> None:
+    for module, stages in MODULES.items():
+        assert (ROOT / "forgather_cli" / module).is_file()
+        assert [path for tests in stages for path in tests.split() if not (ROOT / "tests" / path).exists()] == []
 
 
 def test_a_seed_draws_the_same_whatever_else_the_module_has(tree: Path) -> None:

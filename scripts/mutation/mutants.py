@@ -28,7 +28,7 @@ from places import Mutant, draw, read
 from trials import LIBRARIES, Copies, Outcome, Trial, warm_up
 
 ROOT = Path(__file__).parents[2]
-_CHECKPOINT = "checkpoint/test_checkpoint_save.py checkpoint/test_checkpoint_messages.py"
+_CHECKPOINT = "checkpoint/test_checkpoint_save.py checkpoint/test_checkpoint_load.py"
 MODULES: dict[str, tuple[str, ...]] = {
     "data/order.py": ("data/test_order.py", "data"),
     "data/packing.py": ("data/test_packing.py", "data"),
