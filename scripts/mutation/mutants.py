@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import tomllib
@@ -45,7 +46,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "config/batch.py": ("config/test_config_errors.py launch/test_auto_batch.py", "config"),
     "config/schedule.py": ("trainer/test_trainer.py", "trainer callbacks"),
     "optim/schedules.py": ("optim/test_schedules.py", "optim"),
-    "optim/transformers_schedules.py": ("optim/test_schedules.py", "optim"),
+    "optim/transformers_schedules.py": ("trainer/test_hugging_face.py", "optim"),
     "checkpoint/retention.py": ("checkpoint/test_retention.py", "checkpoint"),
     "checkpoint/format.py": (_CHECKPOINT, "checkpoint"),
     "shards.py": ("test_shards.py checkpoint/test_mesh.py", _SHARDED),
@@ -188,4 +189,5 @@ def _report(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no copies
     sys.exit(main(sys.argv[1:]))
