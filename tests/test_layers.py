@@ -1,4 +1,4 @@
-"""Dependencies point one way (DESIGN.md 1): the imports of the package, read with ast."""
+"""Dependencies point one way (CONTRIBUTING.md, Rules): the imports of the package, read with ast."""
 
 from __future__ import annotations
 

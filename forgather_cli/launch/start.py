@@ -60,9 +60,9 @@ def launch(compose: Callable[[], Loaded], work: Work, place: Place | None = None
     """Train the config that ``compose`` returns: do ``work`` here, or in ranks that are started here; returns the exit
     code (0, 1, 2, 75, 128 + signal).
 
-    ``place``: this process's rank where torchrun or the like has started it; of such ranks only rank 0 composes.
-    ``run``: the run's directory, where the command names it. Raises ConfigError and SetupError before the run directory
-    is locked; later errors are shown and logged here.
+    ``place``: this process's rank where torchrun or the like has started it; of such ranks only rank 0 composes, and
+    ``run`` is the directory that the command names, which a signal before that leaves as it was found. Raises
+    ConfigError and SetupError before anything is started; later errors are shown and logged here.
     """
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # before torch: its store warns of ranks that are gone
     if place is not None:
@@ -86,7 +86,7 @@ def launch(compose: Callable[[], Loaded], work: Work, place: Place | None = None
         conclude_run = partial(_conclude_run, held)
         control, before, kept = config.callbacks.control, os.environ.get(TOKEN_VARIABLE), held.run.checkpoint_steps()
         first = config
-        while True:
+        while True:  # once, or again with smaller micro-batches after memory has run out (auto_find_batch_size)
             if layout.in_process:
                 rank = RankContext(Place(), conclude_run=conclude_run)
                 status = run_rank(rank, Start(held.run, config), work)
@@ -124,10 +124,10 @@ def serve(loaded: Loaded, work: Work, diloco: str) -> int:
 
 
 def _join(place: Place, compose: Callable[[], Loaded], work: Work, run: RunDir | None) -> int:
-    """Train as one rank of a world that torchrun or Slurm has started; returns the exit code, 0 after a signal too.
+    """Train as one rank of a world that torchrun or Slurm has started; returns the exit code, under torchrun 0 after a
+    signal too (``RankContext.exit_code``).
 
-    Only rank 0 composes the config and locks the run directory; the others wait until it shares them. ``run``: the run
-    that the command names, which a signal before that leaves as it was found.
+    Only rank 0 composes the config and locks the run directory; the others wait until it shares them.
     """
     enter(place)
     rank = RankContext(place, run=run)
