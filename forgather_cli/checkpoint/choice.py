@@ -90,7 +90,7 @@ def choose(run: RunDir, verify: Verify = BY_SIZE, found: Sequence[Candidate] | N
     return None
 
 
-def resumed(run: RunDir) -> Candidate | None:
+def would_resume(run: RunDir) -> Candidate | None:
     """The checkpoint that a resume of the run takes, as far as file sizes show; None if it would find none to take."""
     try:
         return choose(run)

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from forgather_cli.callbacks.base import Divergence
-from forgather_cli.checkpoint.choice import resumed
+from forgather_cli.checkpoint.choice import would_resume
 from forgather_cli.checkpoint.load import Reader, healthy_ones, whole_ones
 from forgather_cli.checkpoint.retention import delete_abandoned
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
@@ -168,7 +168,7 @@ class Recovery:
 
     def _remedy(self) -> str:
         run_dir = self._run.run_dir
-        if (chosen := resumed(run_dir)) is not None and chosen.healthy:
+        if (chosen := would_resume(run_dir)) is not None and chosen.healthy:
             return (
                 f"{resume_command(run_dir)} resumes from the newest healthy checkpoint, {chosen.path.name}: give it a "
                 "lower learning_rate or a smaller max_grad_norm"
