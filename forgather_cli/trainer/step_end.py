@@ -84,7 +84,7 @@ class StepEnd:
         if control.divergence is not None:
             self._roll_back()
 
-    def finish(self) -> dict[str, float]:
+    def end_of_training(self) -> dict[str, float]:
         """The end of training, also after a stop: last log, final checkpoint, best model. Returns the run's metrics."""
         run = self._run
         aborted, stopped = run.control.should_abort_without_save, run.sync.signum is not None
