@@ -73,7 +73,7 @@ def build(
     data = read_data(config, shown=world().rank == 0)
     vocab_size = data.vocab_size  # of a model of the user's, which is asked for it
     if isinstance(config.model, Target) and (own := own_vocab_size(config.model)) is not None:
-        vocab_size = own or None  # it takes none, and has what it has
+        vocab_size = own or None  # 0: it asks for none, and how many tokens it has is not known
     tree = written_tree(config, run_dir.newest_config()) if tree is None else tree
     built = build_callbacks(config.callbacks, run_dir, config_tree=tree)
     run_files = None if origin is None else RunFiles(run_dir, tree, origin, built)

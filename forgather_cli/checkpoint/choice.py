@@ -57,35 +57,40 @@ def choose(run: RunDir, verify: Verify = BY_SIZE, found: Sequence[Candidate] | N
     """The checkpoint that a resume takes: the newest that is whole and healthy, else the newest that is whole; None if
     the run has none at all. ``found``: the candidates, where they are known or fewer are asked for.
 
-    Raises CheckpointError if all are damaged, or if one is of a newer format: falling back behind it would lose work
-    that an upgrade keeps.
+    Raises CheckpointError if all are damaged, or if a newer one than that, or one where none is whole, is of a newer
+    format: falling back behind it would lose work that an upgrade keeps.
     """
-    why: list[str] = []
+    damage: list[tuple[int, str]] = []  # by step
     found = candidates(run) if found is None else found
     newest = max((each for each in found if each.manifest is not None), key=lambda each: each.step, default=None)
+    upgrade = {each.step: each.error for each in found if isinstance(each.error, NewerFormatError)}
     for each in found:
-        if isinstance(each.error, NewerFormatError):
-            raise each.error
         if each.manifest is None:
-            why.append(str(each.error))
+            damage.append((each.step, str(each.error)))
         elif problems := verify(each.manifest, each.path):
-            why.append(str(damaged(each.path, problems)))
+            damage.append((each.step, str(damaged(each.path, problems))))
+        elif max(upgrade, default=0) > each.step:
+            break
         else:
+            # an older one would have been taken only in the place of one that is not healthy
+            why = [problem for step, problem in damage if step > each.step or not each.healthy]
             told = [f"{problem}; {each.path} is used" for problem in why]
             if not each.healthy:
                 told.append(f"{each.path}: was saved while training looked diverged, but no healthy one is left")
             elif newest is not None and not newest.healthy:
                 told.append(f"{newest.path}: was saved while training looked diverged; {each.path} is used")
             return replace(each, why=tuple(told))
-    if why:
+    if upgrade:
+        raise upgrade[max(upgrade)]
+    if damage:
         raise CheckpointError(
             f"no usable checkpoint is left in {run.root}; start afresh with forgather train ... "
-            f"overwrite_output_dir=true\n  " + "\n  ".join(why)
+            f"overwrite_output_dir=true\n  " + "\n  ".join(problem for _, problem in damage)
         )
     return None
 
 
-def resumed(run: RunDir) -> Candidate | None:
+def would_resume(run: RunDir) -> Candidate | None:
     """The checkpoint that a resume of the run takes, as far as file sizes show; None if it would find none to take."""
     try:
         return choose(run)

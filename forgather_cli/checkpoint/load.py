@@ -269,8 +269,8 @@ def newest_valid(run: RunDir, verify: Level = "full", group: Any = None) -> Read
     """Collective in ``group``. The run's newest whole checkpoint, a healthy one if there is any; None if the run has
     none at all. All ranks verify it together and get the same one. What the run has gone back from does not count.
 
-    Every damaged one on the way is a warning of rank 0 with file and reason. Raises CheckpointError on all ranks if all
-    are damaged, or if one is of a newer format: falling back behind it would lose work that an upgrade keeps.
+    Every damaged one on the way is a warning of rank 0 with file and reason. Raises CheckpointError on all ranks, as
+    ``choose`` does.
     """
     found = on_rank_0(lambda: candidates(run), group)
     chosen = choose(run, lambda manifest, path: find_problems(path, manifest, verify, group), found)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.checkpoint.choice import resumed
+from forgather_cli.checkpoint.choice import would_resume
 from forgather_cli.checkpoint.files import remove, sibling, siblings, size_of, sync_directory
 from forgather_cli.checkpoint.manifest import NAME, BestBy, NewerFormatError, read_manifest
 from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
@@ -168,7 +168,7 @@ def pending(run: RunDir) -> tuple[Path, dict[str, Any]] | None:
     A start writes its config, which has the edits in it; so later ones need not look here, and what a later command
     line has set stays.
     """
-    chosen = resumed(run)
+    chosen = would_resume(run)
     if chosen is None or chosen.manifest is None:
         return None
     found = chosen.manifest.info.get(EDITED)

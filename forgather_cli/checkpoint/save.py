@@ -90,7 +90,7 @@ class Checkpointer:
             max_shard_bytes=max_shard_bytes,
         )
         self._writers_group = None if group is None else cpu_group()
-        self._job: Publication | None = None
+        self._publication: Publication | None = None
         self._thread: threading.Thread | None = None
         self._stuck: threading.Thread | None = None
         """A writer that was given up and still runs."""
@@ -189,7 +189,7 @@ class Checkpointer:
         )
         if self._writers_group is None and self._group is not None:
             self._writers_group = cpu_group()
-        self._job = Publication(
+        self._publication = Publication(
             self.run.checkpoint(step),
             snapshot=snapshot,
             manifest=manifest,
@@ -203,10 +203,12 @@ class Checkpointer:
             # the thread is a daemon: a disk that hangs must not hang the interpreter's exit
             atexit.unregister(self.close)
             atexit.register(self.close)
-            self._thread = threading.Thread(target=self._publish, args=(self._job,), name="checkpoint", daemon=True)
+            self._thread = threading.Thread(
+                target=self._publish, args=(self._publication,), name="checkpoint", daemon=True
+            )
             self._thread.start()
         else:
-            self._publish(self._job)
+            self._publish(self._publication)
             self._agree_on_result(self._group)
         return len(self.failures) == failures
 
@@ -220,19 +222,19 @@ class Checkpointer:
         self._stuck = None
         return None
 
-    def _publish(self, job: Publication) -> None:
+    def _publish(self, publication: Publication) -> None:
         """Write and publish a checkpoint and apply save_total_limit, in the writer thread if there is one."""
         if self._rank == 0 and self.failures:
             with contextlib.suppress(OSError):
                 retention.clean(self.run)  # files of a save that was given up
-        if self._rank == 0 and not job.target.exists():
+        if self._rank == 0 and not publication.target.exists():
             # short of space: delete what the limit would delete afterwards
             with contextlib.suppress(OSError):  # no directory yet
-                if shutil.disk_usage(self.run.checkpoints).free < 1.02 * job.num_bytes + _SMALL_FILES:
+                if shutil.disk_usage(self.run.checkpoints).free < 1.02 * publication.num_bytes + _SMALL_FILES:
                     self._delete_old(coming=1)
-        job.run()
-        if self._rank == 0 and job.path is not None:
-            self._delete_old(coming=0, protected={job.step})
+        publication.run()
+        if self._rank == 0 and publication.path is not None:
+            self._delete_old(coming=0, protected={publication.step})
 
     def _delete_old(self, *, coming: int, protected: Collection[int] = ()) -> None:
         try:
@@ -258,17 +260,17 @@ class Checkpointer:
     @property
     def is_done(self) -> bool:
         """True if this rank writes no checkpoint, or its writer has been given up. Waits for nobody."""
-        job, thread = self._job, self._thread  # read once: other threads call this too
-        if job is None or thread is None or not thread.is_alive():
+        publication, thread = self._publication, self._thread  # read once: other threads call this too
+        if publication is None or thread is None or not thread.is_alive():
             return True
-        return time.monotonic() > job.give_up_at
+        return time.monotonic() > publication.give_up_at
 
     def newly_published(self) -> list[Path]:
         """Checkpoints published since the last call. With one rank it never waits.
 
         Collective with several ranks: it waits for the last writer, unless all ranks are done (``is_done``).
         """
-        if self._job is not None and (self._group is not None or self.is_done):
+        if self._publication is not None and (self._group is not None or self.is_done):
             self.wait()
         published, self._published = self._published, []
         return published
@@ -277,13 +279,13 @@ class Checkpointer:
         """Wait for this rank's writer if it is late, as those of the others are by then: steps that training would do
         meanwhile could be lost. Nothing here waits for another rank's main thread.
         """
-        if self._job is not None and self._job.is_late:
-            self.wait_for_writer(self._job)
+        if self._publication is not None and self._publication.is_late:
+            self.wait_for_writer(self._publication)
 
     def wait(self) -> None:
         """Collective. Wait for the save in flight, until its ``give_up_at`` at most; agree on how it ended."""
-        if self._job is not None:
-            self.wait_for_writer(self._job)
+        if self._publication is not None:
+            self.wait_for_writer(self._publication)
             self._agree_on_result(self._group)
 
     def close(self, patience: float | None = None) -> None:
@@ -292,52 +294,53 @@ class Checkpointer:
         Does not communicate, as an error may be ending this rank. After ``patience`` seconds it waits no longer, and
         the writer continues until the process ends.
         """
-        if self._job is not None:
-            self._job.hurry()
+        if self._publication is not None:
+            self._publication.hurry()
         if patience is not None and self._thread is not None:
             self._thread.join(patience)
-            if self._job is not None and self._thread.is_alive():
-                log.warning("the checkpoint of step %d is not finished as this run ends", self._job.step)
-                self._job = self._thread = None
-        if self._job is not None:
-            self.wait_for_writer(self._job)
+            if self._publication is not None and self._thread.is_alive():
+                log.warning("the checkpoint of step %d is not finished as this run ends", self._publication.step)
+                self._publication = self._thread = None
+        if self._publication is not None:
+            self.wait_for_writer(self._publication)
             self._agree_on_result(None)
         self._snapshots.free()
         atexit.unregister(self.close)
 
-    def wait_for_writer(self, job: Publication) -> None:
+    def wait_for_writer(self, publication: Publication) -> None:
         """Wait for the writer thread until its ``give_up_at``; if it still runs then, keep it from publishing.
 
         ``launch.stacks`` knows this method by its name, and shows the writer's stack instead.
         """
         if self._thread is None:
             return
-        job.hurry()
-        self._thread.join(max(0.0, job.give_up_at - time.monotonic()))
+        publication.hurry()
+        self._thread.join(max(0.0, publication.give_up_at - time.monotonic()))
         if self._thread.is_alive():
             self._stuck = self._thread
             self._snapshots.free()  # the stuck thread still reads that memory
-            if job.abandon():
-                job.failure = job.too_long
+            if publication.abandon():
+                publication.failure = publication.too_long
 
     def _agree_on_result(self, group: Any) -> None:
         """Collective in ``group``. Rank 0 knows whether the checkpoint is published; any rank may know why not."""
-        job, self._job, self._thread = self._job, None, None
-        assert job is not None
-        failure = job.failure or (None if job.path else "the writer ended without an answer")
-        result = _Result(job.path is not None, failure, job.unanswered, job.group_is_lost or self._stuck is not None)
+        publication, self._publication, self._thread = self._publication, None, None
+        assert publication is not None
+        failure = publication.failure or (None if publication.path else "the writer ended without an answer")
+        lost = publication.group_is_lost or self._stuck is not None
+        result = _Result(publication.path is not None, failure, publication.unanswered, lost)
         results = gather(result, group)
         if any(other.group_is_lost for other in results):
             self._writers_group = None
         if not results[0].published:
             known = [None if other.unanswered else other.failure for other in results]
             self._record_failure(
-                job.step, joined(known) or joined([other.failure for other in results]) or "no rank knows why"
+                publication.step, joined(known) or joined([other.failure for other in results]) or "no rank knows why"
             )
             return
-        self._published.append(job.target)
+        self._published.append(publication.target)
         if results[0].failure is not None:
-            log.warning("%s: is published, but %s", job.target, results[0].failure)
+            log.warning("%s: is published, but %s", publication.target, results[0].failure)
 
     def _record_failure(self, step: int, why: str) -> None:
         self.failures.append((step, why))

@@ -304,10 +304,10 @@ def edit(
 
 def _how_to_resume(path: Path, words: list[str]) -> str | None:
     """The remedy where the run would resume from another checkpoint than the edited one, at ``path``."""
-    from forgather_cli.checkpoint.choice import resumed
+    from forgather_cli.checkpoint.choice import would_resume
 
     run = run_of(path)
-    newest = None if run is None else resumed(run)
+    newest = None if run is None else would_resume(run)
     if run is None or newest is None or newest.path.resolve() == path.resolve():
         return None
     command = ["forgather", "resume", shown(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]

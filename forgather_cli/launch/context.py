@@ -28,15 +28,15 @@ _ANSWER = 3.0  # seconds that a rank gets to tell where it stands
 class RankContext:
     """This process as one rank of a run. ``rank.run_rank`` fills what is None or missing at first.
 
-    It is the job of a Trainer that a command has started (``trainer.run.TrainingJob``).
+    It is the job of a Trainer that a command has started (``trainer.step_sync.TrainingJob``).
     """
 
     place: Place
-    job: Job | None = None
-    """The job folder, if our launcher has started this process."""
+    job_folder: Job | None = None
+    """None: our launcher has not started this process."""
     rendezvous: Rendezvous | None = None
     conclude_run: Callable[[ExitStatus], None] = lambda status: None
-    """Called with the job's status if this process ends at once (``RunLock.conclude``)."""
+    """Called with the run's status when it ends, also at once (``RunLock.conclude``)."""
     run: RunDir | None = None
     """What the command names, until it is known for sure."""
     log: LogFile | None = None
@@ -51,8 +51,9 @@ class RankContext:
     @property
     def rendezvous_folder(self) -> Path | None:
         """The ranks' store, if our launcher has started all of them on one node; None: they use a TCPStore."""
-        on_one_node = self.job is not None and self.job.nodes == 1
-        return self.job.attempt(self.place.attempt).folder / "rendezvous" if self.job and on_one_node else None
+        if self.job_folder is None or self.job_folder.nodes != 1:
+            return None
+        return self.job_folder.attempt(self.place.attempt).folder / "rendezvous"
 
     def connect(self) -> Rendezvous | None:
         """Connect to the other ranks, once; None alone. Raises SetupError."""
@@ -112,7 +113,7 @@ class RankContext:
         """This process's exit code. Under torchrun's agent it only tells whether to restart the ranks, which the agent
         does unless all return 0; how the run ended is in the job folder and in ``exit.json``. Slurm restarts no rank.
         """
-        if self.job is not None:
+        if self.job_folder is not None:
             return FAILED if status.worth_a_restart and not self.stop.name else DONE
         restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - self.place.attempt
         if self.place.by not in ("", "Slurm") and (

@@ -118,8 +118,8 @@ def any_failure(rank: RankContext) -> ExitStatus | None:
 
 def announce(rank: RankContext, status: ExitStatus) -> None:
     """Report to the launcher and to the other ranks how this one ended. A failure is logged, and shown by one rank."""
-    if rank.job is not None:
-        rank.job.attempt(rank.place.attempt).write_status(status)
+    if rank.job_folder is not None:
+        rank.job_folder.attempt(rank.place.attempt).write_status(status)
     if not status.failed:
         return
     rendezvous = rank.rendezvous
@@ -130,7 +130,7 @@ def announce(rank: RankContext, status: ExitStatus) -> None:
     log = cast("IO[str] | None", rank.log)
     tried_again = status.cause.smaller_batch is not None
     streams: list[IO[str]] = [] if log is None else [log]
-    if rank.job is None and not tried_again and (first or status.kind == Kind.STUCK):
+    if rank.job_folder is None and not tried_again and (first or status.kind == Kind.STUCK):
         if rank.place.rank == 0 or rank.log is None:
             streams = [sys.stderr]
         else:
@@ -212,8 +212,10 @@ def watch_signals_and_ranks(rank: RankContext) -> Iterator[StopSignal]:
         echo=_ECHO if rank.place.by else 0.0,
     )
     with signals.watch_stop_signals(stop) as rank.stop:
-        if rank.job is not None:
-            threading.Thread(target=watch_launcher, args=(rank.job,), name="forgather-launcher", daemon=True).start()
+        if rank.job_folder is not None:
+            threading.Thread(
+                target=watch_launcher, args=(rank.job_folder,), name="forgather-launcher", daemon=True
+            ).start()
         if rank.place.size > 1:
             threading.Thread(target=watch_ranks, name="forgather-ranks", daemon=True).start()
         try:

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.checkpoint.choice import candidates, resumed
+from forgather_cli.checkpoint.choice import candidates, would_resume
 from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import (
     EVALUATED,
@@ -329,7 +329,7 @@ def _conclude_run(held: RunLock, status: ExitStatus) -> None:
     """Conclude the run in its directory. The last line printed is the command that resumes it, where there is one."""
     if held.conclude(status):
         return
-    chosen = None if status.state == "done" else resumed(held.run)
+    chosen = None if status.state == "done" else would_resume(held.run)
     if chosen is not None:
         how = "" if status.failed else f"{status.message}; "
         stream = sys.stderr if status.code == FAILED else sys.stdout

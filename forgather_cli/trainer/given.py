@@ -49,7 +49,7 @@ class Hooks:
     """What the loop asks of its owner: in a Trainer by way of the methods that a subclass may override."""
 
     hold: Callable[[bool], AbstractContextManager[None]]
-    """Holds the run directory while training lasts; whether the run may be gone on with."""
+    """Holds the run directory while training lasts. Given True, a run that is there already may be gone on with."""
     make_train_loader: Callable[[], TrainLoader]
     """Collective. This rank's micro-batches, from the beginning."""
     make_optimizer: Callable[[int | None], None]

@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from forgather_cli.callbacks.base import Divergence
-from forgather_cli.checkpoint.choice import resumed
+from forgather_cli.checkpoint.choice import would_resume
 from forgather_cli.checkpoint.load import Reader, healthy_ones, whole_ones
 from forgather_cli.checkpoint.retention import delete_abandoned
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
@@ -45,6 +45,8 @@ class Recovery:
         self.records = on_rank_0(lambda: read_rollbacks(run.run_dir), run.cpu_group)
         self.behind = max((each.number for each in self.records), default=0)
         """The number of the last rollback; checkpoints keep it."""
+        self.saved_step: int | None = None
+        """The step at which training resumes, if its checkpoint is this run's own; one of another run is none here."""
         self._norms = LateReader(run.strategy.device)
         self._foreign: set[int] = set()  # steps of checkpoints that are not of this run's past
 
@@ -60,6 +62,7 @@ class Recovery:
             self.behind = max(self.behind, reader.manifest.rollbacks)
             on_rank_0(lambda: delete_abandoned(directory), group)
         past = reader.step if reader is not None and self._is_own(reader) else 0
+        self.saved_step = self._run.state.resumed_step or None if past else None
         self._foreign = on_rank_0(lambda: {step for step in directory.checkpoint_steps() if step > past}, group)
         if reader is not None and (unknown := self._unknown_to(reader)):
             self._run.emit("on_rollback", rollback=unknown[-1])
@@ -165,7 +168,7 @@ class Recovery:
 
     def _remedy(self) -> str:
         run_dir = self._run.run_dir
-        if (chosen := resumed(run_dir)) is not None and chosen.healthy:
+        if (chosen := would_resume(run_dir)) is not None and chosen.healthy:
             return (
                 f"{resume_command(run_dir)} resumes from the newest healthy checkpoint, {chosen.path.name}: give it a "
                 "lower learning_rate or a smaller max_grad_norm"

@@ -406,7 +406,9 @@ class Trainer(Loop):
         if self.lr_scheduler is run.lr_scheduler:
             self.lr_scheduler = None
         made = self.create_optimizer()
-        run.optimizer = as_optimizers(made if self.optimizer is None else self.optimizer, parameters)
+        if self.optimizer is None:  # an override may only return it, and create_scheduler reads it there
+            self.optimizer = made
+        run.optimizer = as_optimizers(self.optimizer, parameters)
         made = self.create_scheduler(total_steps)
         run.lr_scheduler = as_schedule(made if self.lr_scheduler is None else self.lr_scheduler, run.optimizer)
         self.optimizer, self.lr_scheduler = run.optimizer, run.lr_scheduler

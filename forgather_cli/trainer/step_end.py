@@ -35,7 +35,7 @@ class StepEnd:
         self._evaluated_step: int | None = None
         self._discarded_step: int | None = None
         self._eval_metrics: dict[str, float] = {}
-        self._saved_step: int | None = run.state.resumed_step or None
+        self._saved_step = recovery.saved_step
         self._newest: tuple[Tensor, Tensor] | None = None  # loss and gradient norm of the last update
         self._started = time.perf_counter()
         self._before = self._counts()
@@ -84,7 +84,7 @@ class StepEnd:
         if control.divergence is not None:
             self._roll_back()
 
-    def finish(self) -> dict[str, float]:
+    def end_of_training(self) -> dict[str, float]:
         """The end of training, also after a stop: last log, final checkpoint, best model. Returns the run's metrics."""
         run = self._run
         aborted, stopped = run.control.should_abort_without_save, run.sync.signum is not None

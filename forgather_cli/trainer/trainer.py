@@ -166,7 +166,7 @@ class Loop:
                         self._train_epoch()
                         if run.is_finished():
                             self._step_end.after_last_step()  # may roll back, and training continues
-                    metrics = self._step_end.finish()
+                    metrics = self._step_end.end_of_training()
                     self.emit("on_train_end")
                     self._recovery.raise_if_diverged()
             except BaseException as error:
@@ -183,7 +183,7 @@ class Loop:
         run.batch_plan = batch_plan(config, strategy.data_size, multiple_of=strategy.batch_multiple)
         self.checkpoints = Checkpoints(run, self.callbacks.by_name)
         self._recovery = Recovery(run, self.checkpoints)
-        reader = self.checkpoints.find(resume) if resume or resume == "" else None
+        reader = self.checkpoints.find(resume) if resume is not False else None
         if reader is not None and config.seed < 0:
             run.seed = drawn_seed(reader)
 

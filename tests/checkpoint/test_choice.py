@@ -9,7 +9,7 @@ import pytest
 import saving
 from program import modules_after
 
-from forgather_cli.checkpoint.choice import candidates, choose, resumed
+from forgather_cli.checkpoint.choice import candidates, choose, would_resume
 from forgather_cli.checkpoint.load import healthy_ones, instead_of, newest_valid
 from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback
@@ -48,7 +48,7 @@ def test_the_newest_whole_one_and_a_healthy_one_if_there_is_any(run: RunDir) -> 
     (run.checkpoint(4) / "manifest.json").write_text("")
     with pytest.raises(CheckpointError, match="no usable checkpoint is left"):
         choose(run)
-    assert resumed(run) is None
+    assert would_resume(run) is None
     assert choose(RunDir(run.root / "nothing")) is None
 
 
@@ -64,16 +64,49 @@ def test_what_the_run_has_gone_back_from_is_no_candidate(run: RunDir) -> None:
     append_rollback(run, Rollback(1, "2026-01-01T00:00:00+00:00", "x", 3, 1, 2, [5, 6], [{"epoch": 0, "sample": 3}]))
     assert [each.step for each in candidates(run)] == [1]
     (run.checkpoint(1) / "state.json").unlink()
-    assert resumed(run) is None
+    assert would_resume(run) is None
 
 
 def test_nobody_falls_back_behind_a_newer_format(run: RunDir) -> None:
-    make_newer(run, 2)
+    make_newer(run, 3)  # a healthy one before it is left, and newer ones that are not
     for ask in (choose, newest_valid, healthy_ones):
         with pytest.raises(CheckpointError, match="checkpoint format 7"):
             ask(run)
-    assert resumed(run) is None
-    assert f"use {run.checkpoint(1)}, the newest other one" in instead_of(run.checkpoint(3))
+    assert would_resume(run) is None
+    assert f"use {run.checkpoint(1)}, the newest other one" in instead_of(run.checkpoint(2))
+
+
+def test_one_of_a_newer_format_that_is_older_is_in_nobody_s_way(run: RunDir) -> None:
+    make_newer(run, 2)
+    for ask in (choose, newest_valid, would_resume):
+        chosen = ask(run)
+        assert chosen is not None
+        assert chosen.step == 3
+    for step in (1, 3):
+        (run.checkpoint(step) / "state.json").unlink()
+    chosen = choose(run)
+    assert chosen is not None
+    assert (chosen.step, chosen.healthy) == (5, False)
+    for step in (4, 5):
+        (run.checkpoint(step) / "state.json").unlink()
+    with pytest.raises(CheckpointError, match="checkpoint format 7"):  # nothing else is left
+        choose(run)
+
+
+def test_of_damaged_manifests_those_are_told_that_would_have_been_taken(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 2, 4, 6, 8)
+    for step in (2, 8):
+        (run.checkpoint(step) / "manifest.json").write_text("")
+    chosen = choose(run)
+    assert chosen is not None
+    [why] = chosen.why
+    assert str(run.checkpoint(8)) in why
+    assert f"; {run.checkpoint(6)} is used" in why
+    for step in (4, 6):
+        (run.checkpoint(step) / "state.json").unlink()
+    with pytest.raises(CheckpointError) as none_left:
+        choose(run)
+    assert all(str(run.checkpoint(step)) in str(none_left.value) for step in (2, 4, 6, 8))
 
 
 def test_choosing_imports_no_torch(run: RunDir) -> None:

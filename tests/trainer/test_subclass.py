@@ -336,6 +336,24 @@ def test_a_private_name_of_a_class_between_is_refused_too(tmp_path: Path) -> Non
         type("Mine", (between,), {})(tiny.decoder(), TrainingArguments(str(tmp_path), **QUIET), None, samples())
 
 
+def test_an_optimizer_and_a_scheduler_that_are_only_returned(tmp_path: Path) -> None:
+    class Returns(Trainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            return torch.optim.SGD(self.model.parameters(), lr=0.5)
+
+    class ReturnsBoth(Returns):
+        def create_scheduler(self, num_training_steps: int | None, optimizer: Any = None) -> Any:
+            assert isinstance(self.optimizer, torch.optim.SGD)
+            return torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.5, 2)
+
+    for kind, rate in ((Returns, 0.0), (ReturnsBoth, 0.25)):
+        trainer = made(kind, tmp_path / kind.__name__, max_steps=2)
+        for _ in range(2):  # each training makes its own
+            trainer.train()
+            assert type(trainer.optimizer.optimizers[0]) is torch.optim.SGD
+            assert trainer.lr_scheduler.get_last_lr() == [rate]
+
+
 def made(kind: type[Trainer], root: Path, *, strategy: Any = None, **arguments: Any) -> Trainer:
     args = TrainingArguments(str(root), **{**QUIET, **arguments})
     return kind(tiny.decoder(), args, None, samples(), samples(4), strategy=strategy)

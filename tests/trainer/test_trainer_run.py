@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,16 @@ from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
 
-def trainer(path: Path, *, data: Any = None, callbacks: Any = (), **settings: Any) -> Trainer:
+def trainer(
+    path: Path, *, data: Any = None, callbacks: Any = (), should_stop: bool = False, **settings: Any
+) -> Trainer:
     """Of a small model that reads bytes."""
     base = {"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "use_cpu": True}
     args = TrainingArguments(str(path), **{**base, **settings})
     tokens = tiny.RandomTokens(64, vocab=256)
-    given = {"processing_class": ByteTokenizer(), "callbacks": callbacks}
+    given: dict[str, Any] = {"processing_class": ByteTokenizer(), "callbacks": callbacks}
+    if should_stop:
+        given["should_stop"] = lambda: int(signal.SIGTERM)
     return Trainer(tiny.decoder(vocab_size=258), args, None, data or tokens, tiny.RandomTokens(8, vocab=256), **given)
 
 
@@ -75,6 +80,26 @@ def test_a_run_is_gone_on_with_or_overwritten_and_never_mixed(tmp_path: Path) ->
     assert trainer(tmp_path, max_steps=2, overwrite_output_dir=True).train().global_step == 2
     assert RunDir(tmp_path).checkpoint_steps() == [2]
     assert [step for step, *_ in tiny.training_curve(tmp_path)] == [1, 2]
+
+
+def test_what_was_resumed_from_another_run_is_saved_in_this_one_without_a_step_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from_other = str(RunDir(tmp_path / "a").checkpoint(4))
+    trainer(tmp_path / "a").train()
+    assert trainer(tmp_path / "b").train(resume_from_checkpoint=from_other).global_step == 4
+    ended = read_exit_record(RunDir(tmp_path / "b"))
+    assert ended is not None
+    assert (ended.state, ended.code, ended.step) == ("done", 0, 4)
+    assert RunDir(tmp_path / "b").checkpoint_steps() == [4]
+    assert trainer(tmp_path / "c", max_steps=6, should_stop=True).train(resume_from_checkpoint=from_other)
+    assert RunDir(tmp_path / "c").checkpoint_steps() == [4]
+    for root in ("a", "b"):  # its own one is not saved again
+        capsys.readouterr()
+        saved = RunDir(tmp_path / root).checkpoint(4).stat().st_ino
+        trainer(tmp_path / root).train(resume_from_checkpoint=True)
+        assert RunDir(tmp_path / root).checkpoint(4).stat().st_ino == saved
+        assert "nothing left to train" in capsys.readouterr().out
 
 
 class Stops(TrainerCallback):
