@@ -26,14 +26,12 @@ from forgather_cli.launch.signals import STOP_SIGNALS
 class TrainingJob(Protocol):
     """What training is a part of: a rank of a command (``launch.context.RankContext``), or a script."""
 
-    @property
-    def poll(self) -> Callable[[], int | None]:
-        """Returns the number of the stop signal that this rank has received, if any. Called at each step, evaluation
-        batch and generated token."""
+    def poll(self) -> int | None:
+        """The number of the stop signal that this rank has received, if any. Called at each step, evaluation batch and
+        generated token."""
 
-    @property
-    def acknowledge(self) -> Callable[[int], None]:
-        """Called with it on all ranks, once they have agreed to save and stop."""
+    def acknowledge(self, signum: int, /) -> None:
+        """Called on all ranks, once they have agreed to save and stop."""
 
     @property
     def stacks(self) -> Callable[[], dict[str, Any]] | None:
