@@ -9,7 +9,7 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from forgather_cli.documents.messages import pack, unpack
 from forgather_cli.errors import CheckpointError, ForgatherError, SetupError, ranks_named
-from forgather_cli.shards import box_of, locals_of
+from forgather_cli.shards import locals_of
 
 T = TypeVar("T")
 
@@ -158,15 +158,6 @@ def on_rank_0(action: Callable[[], T], group: Any) -> T:
     if failure is not None:
         raise failure
     return value  # type: ignore[return-value]
-
-
-def held_elsewhere(parameters: Mapping[str, nn.Parameter], group: Any) -> frozenset[nn.Parameter]:
-    """Collective. Of parameters by their names in the model those of which a lower rank of ``group`` holds the same
-    box: tied weights, and what a mesh dimension that others are cut along leaves whole. That rank counts them in norms.
-    """
-    mine = {name: (box_of(p).offsets, box_of(p).sizes) for name, p in parameters.items()}
-    lower = gather(mine, group)[: rank_in(group)]
-    return frozenset(p for name, p in parameters.items() if any(other.get(name) == mine[name] for other in lower))
 
 
 def joined(failures: Sequence[str | None]) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from forgather_cli.distributed import held_elsewhere
+from forgather_cli.distributed import gather, rank_in
 from forgather_cli.loss import CrossEntropy, ModelWithLoss, model_kwargs, model_logits, num_targets
 from forgather_cli.models.init import allocate
+from forgather_cli.shards import box_of
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 
 PLAN = {
@@ -23,6 +24,15 @@ PLAN = {
     **{f"mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")},
     "mlp.down_proj": RowwiseParallel(),
 }
+
+
+def held_elsewhere(parameters: Mapping[str, nn.Parameter], group: Any) -> frozenset[nn.Parameter]:
+    """Collective. Of parameters by their names in the model those of which a lower rank of ``group`` holds the same
+    box: tied weights, and what a mesh dimension that others are cut along leaves whole. That rank counts them in norms.
+    """
+    mine = {name: (box_of(p).offsets, box_of(p).sizes) for name, p in parameters.items()}
+    lower = gather(mine, group)[: rank_in(group)]
+    return frozenset(p for name, p in parameters.items() if any(other.get(name) == mine[name] for other in lower))
 
 
 class TensorParallelFSDP2(Strategy):

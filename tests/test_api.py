@@ -7,13 +7,15 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pandas
 import pytest
 import tiny
 
+import forgather_cli
 from forgather_cli import Run, compose
+from forgather_cli.config.schema import LossOption, OptimizerOption, Target, TrainerOption
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch.run_lock import RunLock
 
@@ -107,6 +109,13 @@ def test_what_is_refused_names_the_setting(words: tuple[str, ...], said: str) ->
 def test_words_that_are_none_say_what_to_write(words: tuple[Any, ...], named: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         compose(*words, **named)
+
+
+def test_the_settings_of_every_option_that_a_script_may_give_are_offered() -> None:
+    for union in (OptimizerOption, LossOption, TrainerOption):
+        options = set(get_args(get_args(union)[0])) - {Target}
+        assert options
+        assert {option.__name__ for option in options} <= set(forgather_cli.__all__)
 
 
 def test_threads_compose_side_by_side() -> None:

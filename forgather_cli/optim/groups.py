@@ -22,6 +22,7 @@ from forgather_cli.config.schema import (
     GroupSettings,
     MuonSettings,
     OptimizerOption,
+    SGDSettings,
     Target,
     groups_of,
     label,
@@ -173,7 +174,7 @@ def _torch_settings(
     if isinstance(merged, MuonSettings):
         names = ("momentum", "momentum_warmup_steps", "nesterov", "cautious_weight_decay", "ns_steps")
         return {**common, **{name: getattr(merged, name) for name in names}, "adjust_lr_fn": merged.adjust_lr}
-    assert not isinstance(merged, AdamWSettings)
+    assert isinstance(merged, SGDSettings)
     return {**common, "momentum": merged.momentum, "nesterov": merged.nesterov}
 
 
@@ -221,4 +222,4 @@ def _state_numbers(assignment: Assignment, shape: Sequence[int]) -> int | None:
         return numel // shape[-1] + numel // shape[-2]
     if assignment.kind == "sgd":
         return numel if assignment.settings["momentum"] else 0
-    return {"adamw": 2, "muon": 1, "adafactor": 1}[assignment.kind] * numel
+    return {"adamw": 2, "adafactor": 1}.get(assignment.kind, assignment.option.moments) * numel

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 import tomllib
@@ -29,6 +30,10 @@ from trials import LIBRARIES, Copies, Outcome, Trial, warm_up
 
 ROOT = Path(__file__).parents[2]
 _CHECKPOINT = "checkpoint/test_checkpoint_save.py checkpoint/test_checkpoint_load.py"
+_SHARDED = (
+    "checkpoint/test_checkpoint_ranks.py checkpoint/test_golden.py optim/test_optimizers_ranks.py "
+    "strategies/test_fsdp2.py strategies/test_stages.py strategies/test_pipeline.py"
+)
 MODULES: dict[str, tuple[str, ...]] = {
     "data/order.py": ("data/test_order.py", "data"),
     "data/packing.py": ("data/test_packing.py", "data"),
@@ -39,13 +44,13 @@ MODULES: dict[str, tuple[str, ...]] = {
     "diloco/rounds.py": ("diloco/test_rounds.py diloco/test_submissions.py", "diloco"),
     "diloco/ledger.py": ("diloco/test_rounds.py diloco/test_outer_step.py", "diloco"),
     "config/batch.py": ("config/test_config_errors.py launch/test_auto_batch.py", "config"),
-    "config/schedule.py": ("trainer/test_trainer.py", "config trainer callbacks"),
+    "config/schedule.py": ("trainer/test_trainer.py", "trainer callbacks"),
     "optim/schedules.py": ("optim/test_schedules.py", "optim"),
-    "optim/transformers_schedules.py": ("optim/test_schedules.py", "optim"),
+    "optim/transformers_schedules.py": ("trainer/test_hugging_face.py", "optim"),
     "checkpoint/retention.py": ("checkpoint/test_retention.py", "checkpoint"),
     "checkpoint/format.py": (_CHECKPOINT, "checkpoint"),
-    "shards.py": ("test_shards.py checkpoint/test_mesh.py", "checkpoint strategies"),
-    "strategies/mesh.py": ("checkpoint/test_mesh.py", "strategies"),
+    "shards.py": ("test_shards.py checkpoint/test_mesh.py", _SHARDED),
+    "strategies/mesh.py": ("checkpoint/test_mesh.py", _SHARDED),
 }
 """The pure modules, and paths of tests: those that are run first, and those that are run where these pass."""
 _MOST_EQUAL = 0.05
@@ -140,7 +145,7 @@ def _run(drawn: list[Mutant], modules: dict[str, tuple[str, ...]], results: Resu
                 raise SystemExit(f"{outcome.output}\n{trial.tests}: without a mutant: {outcome.killed_by}")
             results.add(trial, outcome)
             print(f"without a mutant  {outcome.seconds:6.1f} s  {trial.tests}", flush=True)
-        trials = [Trial(tests, mutant, 30 + 5 * results.found[tests, ""]["seconds"]) for mutant, tests in left]
+        trials = [Trial(tests, mutant, 30 + 3 * results.found[tests, ""]["seconds"]) for mutant, tests in left]
         for trial, outcome in copies.run(trials):
             results.add(trial, outcome)
             verdict = "killed" if outcome.killed_by else "survived"
@@ -184,4 +189,5 @@ def _report(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and leave no copies
     sys.exit(main(sys.argv[1:]))

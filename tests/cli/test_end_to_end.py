@@ -9,6 +9,7 @@ import shlex
 import signal
 import time
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from tiny import training_curve as curve
 from two_ranks import train_in_pool
 
 from forgather_cli.config import options
+from forgather_cli.config.schema import OptimizerOption, Target
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
@@ -355,7 +357,7 @@ def chats() -> list[str]:
 
 
 CHOICES = [
-    *[f"optimizer={name}" for name in ("adamw", "muon", "adafactor", "sgd")],
+    *[f"optimizer={option.type}" for option in get_args(get_args(OptimizerOption)[0]) if option is not Target],
     *[f"lr_scheduler={name}" for name in ("constant", "cosine", "infinite", "inverse_sqrt", "linear", "wsd")],
     "precision=bf16", "loss=linear_cross_entropy", "data=synthetic", "data=tokens", "isolate_documents=true",
     "data.tokenizer=bpe bpe_vocab_size=300", "packing=best_fit isolate_documents=true",

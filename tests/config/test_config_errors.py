@@ -144,6 +144,7 @@ TYPED_WRONG = {
     "++callbacks.mine._target_=no_such_module.X": "callbacks.mine._target_: cannot import no_such_module.X (No module",
     "++callbacks.mine._target_=collections.Nothing": "callbacks.mine._target_: cannot import collections.Nothing (",
 }
+"""One override -> how the one line begins that it is told in."""
 
 
 @pytest.mark.parametrize("override", TYPED_WRONG)
@@ -474,6 +475,7 @@ CONTRADICTIONS = {
         "callbacks.textgen.top_k: nothing reads it with eval_strategy=no; set eval_strategy=steps, set callbacks."
     ),
 }
+"""Overrides -> what one of the problems holds; each of them says after a semicolon what to do."""
 
 
 @pytest.mark.parametrize("overrides", CONTRADICTIONS)

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import field, fields
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from forgather_cli.config.schema.base import (
     Count,
@@ -170,7 +170,7 @@ def moments_each(option: OptimizerOption) -> int:
 
 def shipped_groups(kind: object) -> dict[str, GroupSettings]:
     """The groups that an optimizer begins with; ``kind`` is its option's ``type``, None of a ``_target_``."""
-    options: tuple[type[_Optimizer], ...] = (AdamWSettings, AdafactorSettings, MuonSettings, SGDSettings)
+    options = [option for option in get_args(get_args(OptimizerOption)[0]) if option is not Target]
     return next((option().groups for option in options if option.type == kind), _no_decay())
 
 
