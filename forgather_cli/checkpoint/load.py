@@ -283,7 +283,7 @@ def best_valid(run: RunDir, best_by: BestBy | None = None, verify: Level = "full
     """Collective in ``group``. The run's best checkpoint of those that are healthy and whole, the earliest of equals;
     None if no such one has the metric. ``best_by`` None: as the newest healthy one has it.
 
-    Every damaged one on the way is a warning of rank 0. Raises CheckpointError where one is of a newer format.
+    Every damaged one on the way is a warning of rank 0. Raises CheckpointError, as ``healthy_ones`` does.
     """
     healthy = healthy_ones(run, group)
     rule = best_by or next((r.manifest.best_by for r in healthy if r.manifest.best_by is not None), None)
@@ -296,15 +296,16 @@ def best_valid(run: RunDir, best_by: BestBy | None = None, verify: Level = "full
 
 def healthy_ones(run: RunDir, group: Any = None) -> list[Reader]:
     """Collective in ``group``. The run's healthy checkpoints, newest first, not verified; one whose manifest is damaged
-    is a warning of rank 0.
+    is a warning of rank 0, as is an older one of a newer format. Raises CheckpointError where none is newer than that.
     """
     found = on_rank_0(lambda: candidates(run), group)
+    healthy = [Reader(each.path, each.manifest) for each in found if each.healthy]
     for each in found:
-        if isinstance(each.error, NewerFormatError):
+        if isinstance(each.error, NewerFormatError) and (not healthy or healthy[0].step < each.step):
             raise each.error
         if each.error is not None:
             _left_out(each.error, group)
-    return [Reader(each.path, each.manifest) for each in found if each.healthy]
+    return healthy
 
 
 def whole_ones(readers: Iterable[Reader], verify: Level = "full", group: Any = None) -> Iterator[Reader]:

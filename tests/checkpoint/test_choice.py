@@ -82,6 +82,7 @@ def test_one_of_a_newer_format_that_is_older_is_in_nobody_s_way(run: RunDir) -> 
         chosen = ask(run)
         assert chosen is not None
         assert chosen.step == 3
+    assert [each.step for each in healthy_ones(run)] == [3, 1]  # for a rollback, and for the best one
     for step in (1, 3):
         (run.checkpoint(step) / "state.json").unlink()
     chosen = choose(run)
