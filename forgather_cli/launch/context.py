@@ -94,8 +94,7 @@ class RankContext:
         if rendezvous is None:
             return [own]
         found = {own.rank: own}
-        others = [other for other in range(self.place.size) if other != own.rank]
-        before = {other: rendezvous.store.get(f"stands/{other}") for other in others}
+        before = {n: rendezvous.store.get(f"stands/{n}") for n in range(self.place.size) if n != own.rank}
         rendezvous.store.set("where", f"{own.rank} {time.time_ns()}")
         until = time.monotonic() + _ANSWER
         while before and time.monotonic() < until:
