@@ -103,7 +103,7 @@ class Server:
             if rounds.evict(self._service.now()):
                 self._write_registry()
             if (signum := self._rank.poll()) is not None:
-                self._rank.stop.acknowledge(signum)
+                self._rank.acknowledge(signum)
                 await self._save_last()
                 return ExitStatus(0, Kind.STOPPED, STOPPED, f"stopped by {signal.Signals(signum).name}")
             at_rest = rounds.line is None or not rounds.live() or ended_round
@@ -215,7 +215,7 @@ class Server:
         future = asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
         while not (await asyncio.wait({future}, timeout=_TICK))[0]:
             if (signum := self._rank.poll()) is not None:
-                self._rank.stop.acknowledge(signum)
+                self._rank.acknowledge(signum)
         return future.result()
 
     async def _bid_farewell(self) -> None:

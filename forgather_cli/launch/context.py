@@ -16,7 +16,7 @@ from forgather_cli.launch.job import Job
 from forgather_cli.launch.place import Place
 from forgather_cli.launch.rank_log import LogFile
 from forgather_cli.launch.rendezvous import Rendezvous
-from forgather_cli.launch.run_lock import begin_training, check_in_place
+from forgather_cli.launch.run_lock import after_step
 from forgather_cli.launch.signals import StopSignal
 from forgather_cli.launch.stacks import Standing, odd_first, own_standing, silent_standing
 from forgather_cli.run_dir import RunDir
@@ -74,14 +74,9 @@ class RankContext:
         self.stop.acknowledge(signum)
 
     def stepped(self, step: int) -> None:
-        """A step is done. The first one shows that settings, data and model are sound: a run set aside goes then.
-
-        Raises TrainingError if the run directory is gone.
-        """
+        """So many steps are done. Raises TrainingError if the run directory is gone."""
         if self.place.rank == 0 and self.run is not None:
-            if self.step is None:
-                begin_training(self.run)
-            check_in_place(self.run)
+            after_step(self.run, first=self.step is None)
         self.step = step
 
     def stacks(self) -> dict[str, Any]:

@@ -183,10 +183,14 @@ class RunLock:
             _give_back(self._lock)
 
 
-def begin_training(run: RunDir) -> None:
-    """After the first step: delete the run that was set aside. Rank 0 calls it, for the process that has the lock."""
-    _remove_tree(run.set_aside)
-    _forget_hidden(run)
+def after_step(run: RunDir, *, first: bool) -> None:
+    """Rank 0 calls it, for the process that has the lock. The first step shows that settings, data and model are sound:
+    a run set aside goes then. Raises TrainingError if the run directory is gone.
+    """
+    if first:
+        _remove_tree(run.set_aside)
+        _forget_hidden(run)
+    check_in_place(run)
 
 
 def check_in_place(run: RunDir) -> None:

@@ -69,10 +69,7 @@ def launch(compose: Callable[[], Loaded], work: Work, place: Place | None = None
         return _join(place, compose, work, run)
     loaded = compose()
     remove_abandoned()
-    check_surroundings(loaded.config)
-    check_best_metric(loaded.config)
-    layout = plan_layout(loaded.config, loaded.given)
-    check_memory(loaded.config, layout)
+    layout = _checked_layout(loaded)
     if layout.node > 0:
         return launch_ranks(layout, None, None).code
     check_port(layout)
@@ -138,10 +135,7 @@ def _join(place: Place, compose: Callable[[], Loaded], work: Work, run: RunDir |
 
         def begin(rank: RankContext) -> Start:
             loaded = compose()
-            check_surroundings(loaded.config)
-            check_best_metric(loaded.config)
-            layout = plan_layout(loaded.config, loaded.given, place)
-            check_memory(loaded.config, layout)
+            layout = _checked_layout(loaded, place)
             rendezvous = rank.connect()
             again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
             held = stack.enter_context(RunLock(Path(again) if again else output_dir(loaded)))
@@ -337,6 +331,15 @@ def _conclude_run(held: RunLock, status: ExitStatus) -> None:
 
 
 # ----------------------------------------------------------------------------------------- checks before ranks start
+
+
+def _checked_layout(loaded: Loaded, place: Place | None = None) -> Layout:
+    """The layout of a run that can begin here. Raises ConfigError and SetupError for what is seen before."""
+    check_surroundings(loaded.config)
+    check_best_metric(loaded.config)
+    layout = plan_layout(loaded.config, loaded.given, place)
+    check_memory(loaded.config, layout)
+    return layout
 
 
 def check_surroundings(config: Config) -> None:

@@ -70,17 +70,18 @@ def model_spec(
     from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
 
     check_supported(config, strategy)
-    option, dtype = config.precision, parameter_dtype(config.precision)
+    quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
+    dtype = parameter_dtype(config.precision)
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
         nonlocal logged
         if dtype is not None:
             cast_parameters(model, dtype)
-        if isinstance(option, FP8Settings | QATSettings):
+        if quantized is not None:
             from forgather_cli.quantized.convert import converted
 
-            done = converted(model, option, strategy.device)
+            done = converted(model, quantized, strategy.device)
             for line in () if logged else done.lines():
                 _log.info("%s", line)
             logged = True
@@ -99,7 +100,7 @@ def model_spec(
 
     return ModelSpec(
         build,
-        adapt=adapt if dtype is not None or isinstance(option, FP8Settings | QATSettings) else None,
+        adapt=adapt if dtype is not None or quantized is not None else None,
         checkpoint=checkpoint if config.gradient_checkpointing else None,
         compile=compiled if config.torch_compile else None,
         init=init,

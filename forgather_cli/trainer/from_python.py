@@ -27,7 +27,7 @@ from forgather_cli.config.schema import Config, DataTarget, RunSettings, Target
 from forgather_cli.distributed import on_rank_0, world, world_size
 from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
 from forgather_cli.launch.exit_status import ExitStatus, from_error
-from forgather_cli.launch.run_lock import RunLock, begin_training, check_in_place
+from forgather_cli.launch.run_lock import RunLock, after_step
 from forgather_cli.run_dir import RunDir, name_file
 from forgather_cli.targets import name_of
 from forgather_cli.terminal.folding import show_all_text
@@ -388,9 +388,7 @@ class ScriptJob:
         self.poll, self.acknowledge, self._run_dir, self._has_begun = poll, acknowledge, run_dir, False
 
     def stepped(self, step: int) -> None:
-        """The first step shows that settings, data and model are sound: a run that is to be overwritten goes then."""
+        """So many steps are done. Raises TrainingError if the run directory is gone."""
         if self._run_dir is not None and world().rank == 0:
-            if not self._has_begun:
-                begin_training(self._run_dir)
-            check_in_place(self._run_dir)
+            after_step(self._run_dir, first=not self._has_begun)
             self._has_begun = True

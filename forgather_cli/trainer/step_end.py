@@ -55,20 +55,20 @@ class StepEnd:
         """
         if norm is not None:
             self._newest = (loss, norm)
-        args, control, step = self._run.config, self._run.control, self._run.state.global_step
-        control.should_log |= schedule.log_due(args, step)
-        control.should_evaluate |= schedule.eval_due(args, step) and self._can_evaluate
-        control.should_save |= schedule.save_due(args, step)
+        config, control, step = self._run.config, self._run.control, self._run.state.global_step
+        control.should_log |= schedule.log_due(config, step)
+        control.should_evaluate |= schedule.eval_due(config, step) and self._can_evaluate
+        control.should_save |= schedule.save_due(config, step)
         self._run.job.stepped(step)
         self._run.emit("on_step_end")
         self._do_what_is_due()
 
     def after_epoch(self) -> None:
         """As ``after_step`` at the end of an epoch, with on_epoch_end."""
-        args, control = self._run.config, self._run.control
-        control.should_log |= args.logging_strategy == "epoch"
-        control.should_evaluate |= schedule.eval_due_at_epoch(args, self._run.state.epoch) and self._can_evaluate
-        control.should_save |= args.save_strategy == "epoch"
+        config, control = self._run.config, self._run.control
+        control.should_log |= config.logging_strategy == "epoch"
+        control.should_evaluate |= schedule.eval_due_at_epoch(config, self._run.state.epoch) and self._can_evaluate
+        control.should_save |= config.save_strategy == "epoch"
         self._run.emit("on_epoch_end")
         self._do_what_is_due()
 
