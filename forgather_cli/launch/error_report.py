@@ -48,7 +48,8 @@ def report_failure(status: ExitStatus, stream: IO[str] | None = None, *, rank_na
 def _report(problems: list[str], stream: IO[str]) -> None:
     head, rest = (f"{len(problems)} config mistakes", problems) if len(problems) > 1 else (problems[0], [])
     if not stream.isatty():
-        print(f"error: {head}", *(f"  - {problem}" for problem in rest), sep="\n", file=stream, flush=True)
+        lines = [f"error: {head}", *(f"  - {problem}" for problem in rest)]
+        print("".join(f"{line}\n" for line in lines), end="", file=stream, flush=True)  # in one write
         return
     from rich.console import Console
 

@@ -126,7 +126,8 @@ def end_process(code: int, last_words: Callable[[], int]) -> NoReturn:
 
 def say(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        # in one write, with PYTHONUNBUFFERED too: other threads speak meanwhile
+        print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
