@@ -9,6 +9,7 @@ import pytest
 
 from forgather_cli.callbacks.base import EVENTS, CallbackList, TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.build import build_callbacks
+from forgather_cli.callbacks.divergence import DivergenceDetector
 from forgather_cli.config.schema import (
     CallbackSettings,
     EarlyStoppingSettings,
@@ -23,6 +24,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import CallbackError, ConfigError, DivergenceError
 from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer.states import CallbackStates
 
 
 class Recorder(TrainerCallback):
@@ -82,6 +84,14 @@ def test_names_are_numbered_when_repeated() -> None:
         "Recorder_2",
         "mine",
     ]
+
+
+def test_a_state_under_the_name_of_its_class_is_read() -> None:
+    """Checkpoints before 0.3 have those of a script under that."""
+    callback = DivergenceDetector()
+    state = {**callback.state_dict(), "smoothed": 2.0, "seen": 7}
+    CallbackStates({"divergence": callback}).load_state_dict({"DivergenceDetector": state})
+    assert callback.state_dict() == state
 
 
 def test_an_error_names_callback_and_event() -> None:

@@ -52,6 +52,8 @@ def curve(events: Any, tag: str) -> list[tuple[int, float]]:
 
 
 def test_every_number_is_a_curve(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
     train(tmp_path, range(1, 4))
     events = read(tmp_path)
     assert set(events.Tags()["scalars"]) == {
@@ -59,6 +61,10 @@ def test_every_number_is_a_curve(tmp_path: Path) -> None:
     }  # fmt: skip
     assert curve(events, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert curve(events, "eval/loss") == [(3, 2.0)]
+    [file] = (tmp_path / "tensorboard").iterdir()
+    written = EventFileLoader(str(file)).Load()
+    # an event for each record of curves, and for each text
+    assert [len(event.summary.value) for event in written if event.step] == [3, 3, 3, 1, 2, 1]
 
 
 def test_scalars_are_merged_over_the_defaults(tmp_path: Path) -> None:

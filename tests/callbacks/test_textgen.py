@@ -85,6 +85,10 @@ def test_a_sample_goes_to_console_file_and_tensorboard(tmp_path: Path, capsys: p
     assert texts == [("samples/1", "def ü\n x", 100), ("samples/2", "Zoë = f ü\n x", 100)]
     out = capsys.readouterr().out
     assert "sample 1 at step 100:\n    def ü\n     x\n" in out
+    written = Speaker(byte_ids("\nend" * 30))
+    event(made(tmp_path, ["word " * 60], max_new_tokens=200), "on_evaluate", written, ByteTokenizer())
+    out = capsys.readouterr().out
+    assert "    " + "word " * 60 + "\n" + "    end\n" * 30 in out
 
 
 def test_prompts_are_padded_on_the_left_and_stop_early(tmp_path: Path) -> None:

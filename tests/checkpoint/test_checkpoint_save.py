@@ -19,6 +19,7 @@ from program import Process
 from safetensors.torch import load_file
 from saving import Box
 
+from forgather_cli import __version__
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
 from forgather_cli.checkpoint.format import Piece, TensorSpec, plan
 from forgather_cli.checkpoint.load import Reader, newest_valid
@@ -72,6 +73,7 @@ def test_the_manifest_names_every_file_with_its_plain_sha256(tmp_path: Path) -> 
     assert (document["format"], document["format_version"], document["step"]) == ("forgather-checkpoint", 1, 5)
     assert (manifest.strategy, manifest.world_size, manifest.config_fingerprint) == ("single", 1, "f1")
     assert manifest.versions["torch"] == torch.__version__
+    assert manifest.versions["forgather"] == __version__
     assert manifest.metrics == {"loss": 2.0}
     assert manifest.info == {"epoch": 0.5}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import datetime
 import io
 import json
 import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 import yaml
 from program import modules_after
 
+from forgather_cli import __version__
 from forgather_cli.cli import app
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.start import launch
@@ -92,7 +95,7 @@ def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path
                 "config recipes", "checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint average",
                 "checkpoint edit", "logs summary", "logs plot", "control list", "control status", "control cleanup",
                 "control save", "control abort", "runs list", "runs remove", "logs follow", "cache list", "cache prune",
-                "data show", "doctor"]  # fmt: skip
+                "data show", "doctor", "control"]  # fmt: skip
     helps = [["--help"], *([*command.split(), "--help"] for command in commands)]
     mistakes = [["train", "max_stepz=1", "trainer=dpp"], ["train", "nope"], ["resume", "nope"], ["eval", "nope"],
                 ["finalize", "nope", "x"], ["logs", "plot", str(trained), "--x", "steps"],
@@ -111,6 +114,8 @@ def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path
     assert loaded == [[]] * (len(codes) - 1) + [["numpy"]]  # matplotlib's
     assert codes == [0] * len(helps) + [2] * len(mistakes) + [1] * len(unknown) + [0] * len(looks)
     assert "model=nano" in done.stdout
+    assert "save_and_stop" in done.stdout  # control's help
+    assert f"forgather {__version__}\n" in done.stdout
 
 
 WITHOUT_COMPILER = WITHOUT_TORCH.replace("codes.append(ended.code)", "codes.append(ended.code or 0)").replace(
@@ -411,6 +416,20 @@ def test_checkpoint_inspect_shows_every_tensor(forgather: Forgather, trained: Pa
     with safe_open(trained / "checkpoints/step-00000004/model/model.safetensors", "pt") as tensors:
         assert shapes == {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
     assert "lm_head.weight" in forgather("checkpoint", "inspect", str(trained / "checkpoints/step-00000004")).out
+
+
+def test_checkpoint_list_shows_local_time_and_the_loss_of_the_step(
+    forgather: Forgather, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved = forgather("checkpoint", "list", str(trained), "--json").json()[-1]["created"]
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "XYZ-9:30")  # 9.5 hours east of Greenwich, where nobody runs this
+        time.tzset()
+        table = forgather("checkpoint", "list", str(trained)).out
+    time.tzset()
+    there = datetime.datetime.fromisoformat(saved) + datetime.timedelta(hours=9.5)
+    assert f"{there:%Y-%m-%d %H:%M:%S}" in table
+    assert "step loss" in table
 
 
 def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained: Path, tmp_path: Path) -> None:

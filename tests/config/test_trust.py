@@ -38,6 +38,10 @@ class Net(nn.Module):
 def data():
     rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(64)]
     return {"train": rows, "eval": rows[:4], "seq_len": 8, "tokenizer": "bytes"}
+
+
+def untold():
+    return {key: value for key, value in data().items() if key != "tokenizer"} | {"vocab_size": 8}
 """
 
 COMMANDS = [
@@ -160,6 +164,12 @@ def test_a_model_of_the_runs_own(planted: Path, command: list[str], capsys: pyte
     assert "model._target_" in said
     assert not Path("ran").exists()
     assert forgather(*command, "--trust-config") == 0
+
+
+def test_a_model_and_data_of_the_runs_own_without_a_tokenizer(planted: Path) -> None:
+    own = ["model._target_=planted.Net", "data._target_=planted.untold", "callbacks=minimal", "device=cpu"]
+    assert forgather("train", *own, "max_steps=1", "output_dir=RUN") == 0
+    assert forgather("eval", "RUN", "--trust-config") == 0
 
 
 def test_a_directory_with_config_json_is_a_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -317,6 +319,23 @@ def test_failed_build_leaves_no_trace(tmp_path: Path) -> None:
         Cache(tmp_path).build_once("kind", "key", write)
     assert os.listdir(tmp_path / "kind") == []
     assert Cache(tmp_path).find("kind", "key") is None
+
+
+def test_a_file_system_that_cannot_sync_a_directory_holds_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, fsync = errno.EINVAL, os.fsync
+
+    def fails(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, "")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    assert Cache(tmp_path).build_once("kind", "key", lambda path: {"by": "me"})[1]["by"] == "me"
+    code = errno.EIO
+    with pytest.raises(DataError):
+        Cache(tmp_path).build_once("kind", "other", lambda path: {})
 
 
 def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> None:

@@ -152,6 +152,19 @@ def test_mistakes(
     assert printed.out + printed.err == "", "neither bars nor log lines of the library"
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_null_text_is_a_bad_row(tmp_path: Path, streaming: bool) -> None:
+    texts = [f"text {number}" for number in range(9)]
+    for name, null in (("with.jsonl", [None]), ("without.jsonl", [])):
+        lines = [json.dumps({"text": text}) for text in [*texts, *null, *texts]]
+        (tmp_path / name).write_text("\n".join(lines))
+    settings: dict[str, Any] = {"cache_dir": str(tmp_path / "cache"), "streaming": streaming}
+    with pytest.raises(DataError, match=r"null.*data\.on_bad_row=skip"):
+        rows_of(load(option(tmp_path, "with.jsonl", **settings)).train)
+    skipped = load(option(tmp_path, "with.jsonl", on_bad_row="skip", **settings)).train
+    assert rows_of(skipped) == rows_of(load(option(tmp_path, "without.jsonl", **settings)).train)
+
+
 def test_settings_that_contradict_each_other() -> None:
     def mistakes(*overrides: str) -> str:
         with pytest.raises(ConfigError) as caught:

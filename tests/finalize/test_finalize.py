@@ -18,6 +18,7 @@ from ranks import run_ranks
 from saving import damage, flip
 from tiny import decoder
 
+from forgather_cli import __version__
 from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.config.schema import Target
@@ -97,6 +98,7 @@ def test_a_run_becomes_a_model_directory(run: Path, capsys: pytest.CaptureFixtur
     card = Path("out/model/README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert report["files"]["model.safetensors"]["sha256"] in card
+    assert f"Made with Forgather {__version__}." in card
     assert sorted(path.name for path in Path("out").iterdir()) == ["model"]
 
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from program import forgather
 
+from forgather_cli import __version__
 from forgather_cli.control import registry, server
 from forgather_cli.launch.processes import temporary_folder
 
@@ -43,6 +44,7 @@ def test_a_machine_that_can_train(machine: Path, capsys: pytest.CaptureFixture[s
     assert found["can_train"]
     assert [each for each in found["findings"] if each["weight"] != "warning"] == []
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # +cu130 is the build's
+    assert found["versions"]["forgather"] == __version__
     assert "kernels" in found["extras"]
     cpu = found["devices"][-1] if not torch.backends.mps.is_available() else found["devices"][-2]
     assert (cpu["name"], cpu["runs"]["fp8"], cpu["runs"]["loss=liger"]) == ("cpu", "emulated", "needs CUDA")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 import yaml
 from program import Process
 
+from forgather_cli import __version__
 from forgather_cli.checkpoint.manifest import read_manifest
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback
 from forgather_cli.config.decode import load_saved
@@ -60,6 +62,7 @@ def test_a_run_leaves_config_origin_log_and_outcome(capsys: pytest.CaptureFixtur
     assert "max_steps=2" in origin["overrides"]
     assert origin["recipe_text"].startswith("#")
     assert {"python", "forgather", "torch"} <= set(origin["versions"])
+    assert origin["versions"]["forgather"] == __version__
     told = json.loads(run.exit.read_text())
     assert (told["code"], told["reason"], told["step"]) == (0, "done", 2)
     assert told["time"].endswith("+00:00")
@@ -277,7 +280,7 @@ def test_the_lines_at_the_end_name_the_run_from_where_the_user_is(
 
     run = tmp_path / "outputs/run"
     for folder, words in (
-        (tmp_path, ["train", *SMALL, "max_steps=100000", f"output_dir={run}"]),
+        (tmp_path, ["train", *SMALL, "eval_strategy=no", "max_steps=100000", f"output_dir={run}"]),
         (tmp_path / "outputs", ["resume", "run"]),
         (tmp_path, ["resume", str(run)]),
     ):
@@ -285,7 +288,7 @@ def test_the_lines_at_the_end_name_the_run_from_where_the_user_is(
         name, output = run.relative_to(folder), stopped(*words)
         assert output[-1] == f"forgather resume {name}"
         assert f"run      {name}" in output
-        assert any(line.startswith(f"newest   {name}/checkpoints/step-") for line in output)
+        assert any(re.match(rf"newest   {name}/checkpoints/step-\d+  step loss \d", line) for line in output)
         assert not [line for line in output if str(tmp_path) in line]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from forgather_cli.callbacks.metrics import take_interval_peak
 from forgather_cli.config.schema import CrossEntropySettings, DecoderSettings, LinearCrossEntropySettings, Target
 from forgather_cli.errors import ConfigError, ModelError, PartError
+from forgather_cli.labels import targets_of
 from forgather_cli.loss import (
     Loss,
     ModelWithLoss,
@@ -258,6 +259,18 @@ def test_a_users_fused_loss_gets_head_and_hidden_states() -> None:
 
     plain = total_of(build_loss(), batch())
     torch.testing.assert_close(total_of(build_loss(fused_loss_factory=factory), batch()), plain)
+
+
+def test_labels_beside_decoder_input_ids_are_not_shifted() -> None:
+    class Model(nn.Module):
+        def forward(self, input_ids: Tensor, decoder_input_ids: Tensor) -> Tensor:
+            return F.one_hot(decoder_input_ids, V).float()
+
+    both = batch(decoder_input_ids=batch()["input_ids"].flip(1))
+    logits = F.one_hot(both["decoder_input_ids"], V).float()
+    expected = F.cross_entropy(logits.flatten(0, 1), labels().flatten(), reduction="sum")
+    torch.testing.assert_close(ModelWithLoss(Model(), build_loss())(both), expected)
+    assert targets_of(both) == (labels() != -100).sum()
 
 
 class Outputs:

@@ -17,15 +17,18 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 import torch.distributed as dist
 from program import Process
 from ranks import run_ranks
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import forgather_cli
 from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.run_dir import RunDir
 
 _READS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__"}
@@ -147,6 +150,13 @@ def test_one_device_waits_for_nothing_in_a_step(tmp_path: Path) -> None:
     assert sent == {}
     assert waits == LATE | COUNTED
     assert reads == LATE | COUNTED
+
+
+def test_gradients_that_are_small_enough_are_left_alone() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    clip_grad_norm([weight], 10.0)
+    assert weight.grad._version == 0  # changed in place, were it by 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import StepLR
 from forgather_cli import FP16Settings, FSDP2Settings, PipelineSettings, Trainer, TrainingArguments
 from forgather_cli.config.schema import GroupSettings
 from forgather_cli.errors import ConfigError
+from forgather_cli.strategies.base import check_supported
 from forgather_cli.strategies.build import build_strategy
 
 DATA = [tiny.RandomTokens(1, ragged=True)[0]] * 24  # one sample, so that the order is no matter
@@ -69,9 +70,13 @@ def test_what_a_recipe_is_refused_for_a_script_is_too(arguments: dict[str, Any],
 
 def test_a_given_strategy_is_asked_what_it_can() -> None:
     cannot = build_strategy(TrainingArguments("x", use_cpu=True))
-    cannot.supports_optimizer_in_backward = False
+    cannot.supports_fp16 = cannot.supports_compile = cannot.supports_optimizer_in_backward = False
     [problem] = refusal({"fuse_optim_with_backward": True, "max_grad_norm": None}, strategy=cannot)
     assert "fuse_optim_with_backward" in problem
+    [problem] = refusal({"torch_compile": True}, strategy=cannot)
+    assert "torch_compile" in problem
+    with pytest.raises(ConfigError, match="precision: "):  # one that a recipe names; no object is given the scaler
+        check_supported(TrainingArguments("x", use_cpu=True, fp16=True), cannot)
 
 
 @pytest.mark.parametrize(
@@ -287,6 +292,20 @@ def rank_given() -> list[int]:
 
 def test_a_checkpointing_function_gets_its_own_rank() -> None:
     assert run_ranks(2, rank_given) == [[0], [1]]
+
+
+def layers_given() -> list[int]:
+    layers: list[int] = []
+    make(
+        {"gradient_checkpointing": True, "trainer": "pipeline"},
+        model_init=tiny.decoder,
+        enable_activation_checkpoint_fn=lambda model: layers.append(len(model.model.layers)),
+    )
+    return layers
+
+
+def test_a_checkpointing_function_gets_a_stage_after_it_is_cut() -> None:
+    assert run_ranks(2, layers_given) == [[1], [1]]
 
 
 def fused_on_two_ranks(path: str, strategy: str) -> dict[str, Tensor]:
