@@ -14,6 +14,7 @@ from ranks import run_ranks
 
 from forgather_cli.config.load import load_config
 from forgather_cli.models.hf.build import library
+from forgather_cli.run_dir import RunDir
 
 SHAPE = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2"
 CONFIGS = {
@@ -47,6 +48,11 @@ def train(
     config = dataclasses.replace(config, output_dir=str(path), resume_from_checkpoint=resume)
     shares = [run_rank(config, path)] if layout.ranks == 1 else run_ranks(layout.ranks, run_rank, config, path)
     return merged(shares, path)
+
+
+def newest_model(run: Path) -> Path:
+    """The model directory of a run's newest checkpoint."""
+    return RunDir(run).checkpoint(RunDir(run).checkpoint_steps()[-1]) / "model"
 
 
 def load_theirs(path: Path) -> Any:

@@ -25,7 +25,7 @@ from forgather_cli.data.build import load_data
 from forgather_cli.data.text import encode
 from forgather_cli.data.text import read as reading
 from forgather_cli.data.text import tokenize as tokenizing
-from forgather_cli.data.text.corpus import Corpus, find_corpus, split_documents
+from forgather_cli.data.text.corpus import find_corpus, split_documents
 from forgather_cli.data.text.read import Damage, FilePart, SourceFile, parts_of, read_documents
 from forgather_cli.data.text.tokenizer import train_bpe
 from forgather_cli.errors import DataError
@@ -68,9 +68,6 @@ def written(cache: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-# ----------------------------------------------------------------------------------------------------- compressed files
-
-
 @pytest.mark.parametrize("suffix", COMPRESS)
 def test_a_compressed_file_holds_the_documents_of_the_plain_one(tmp_path: Path, suffix: str) -> None:
     for name, text in (("a.txt", LINES), ("b.md", "# Title\n"), ("c.jsonl", RECORDS), ("d.txt", "")):
@@ -106,7 +103,7 @@ def test_a_damaged_archive_is_told_with_its_file(tmp_path: Path, suffix: str, da
     assert list((tmp_path / "cache" / "tokens").iterdir()) == [], "nothing is left behind"
 
 
-@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_an_archive_of_no_bytes_among_good_files_is_told(tmp_path: Path, suffix: str) -> None:
     """A fetch that failed. No archive is that short: one of an empty text has a header."""
     for name, content in (("a.jsonl", RECORDS.encode()), ("b.jsonl", b""), (f"c.jsonl{suffix}", COMPRESS[suffix](b""))):
@@ -154,13 +151,6 @@ def test_a_mark_alone_is_an_empty_file(tmp_path: Path) -> None:
         documents(tmp_path / "b.jsonl")
 
 
-def test_a_bad_record_in_an_archive_is_told_with_its_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"text": "a"}\n\n{"text"\n'))
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz:3: not a JSON line"):
-        documents(path)
-
-
 def test_zst_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.txt.zst"
     path.write_bytes(COMPRESS[".zst"](b"text"))
@@ -171,11 +161,11 @@ def test_zst_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_an_archive_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of its 16 MB of text is in memory, not all."""
+    """A part of its 8 MB of text is in memory, not all."""
     import tracemalloc
 
-    monkeypatch.setattr(reading, "PIECE", 1 << 20)
-    text = "".join(f"{i * 7919 % 1000003} words and\n" for i in range(900_000)).encode()
+    monkeypatch.setattr(reading, "PIECE", 1 << 18)
+    text = "".join(f"{i * 7919 % 1000003} words and\n" for i in range(450_000)).encode()
     for suffix in (".gz", ".zst"):
         path = tmp_path / f"a.txt{suffix}"
         path.write_bytes(gzip.compress(text, 1) if suffix == ".gz" else COMPRESS[suffix](text))
@@ -183,11 +173,8 @@ def test_an_archive_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.Monk
         size = sum(len(each.text) for each in read_documents(SourceFile(path, ""), "text", Damage()))
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert size == len(text) > 15_000_000
-        assert peak < 10_000_000, suffix
-
-
-# ---------------------------------------------------------------------------------------------------------------- parts
+        assert size == len(text) > 7_500_000
+        assert peak < 5_000_000, suffix
 
 
 def test_parts_of_a_file_hold_its_documents_in_order(tmp_path: Path) -> None:
@@ -207,6 +194,8 @@ def test_parts_of_a_file_hold_its_documents_in_order(tmp_path: Path) -> None:
         whole = documents(path)
         assert [text for part in parts for text in documents(path, part)] == whole
     assert "".join(documents(tmp_path / "b.txt")) == "é" * 5000
+    assert "".join(pieces := documents(tmp_path / "a.txt")) == LINES
+    assert all(piece.endswith("\n") for piece in pieces)
 
 
 def test_bad_records_in_a_later_part_are_told_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,9 +207,6 @@ def test_bad_records_in_a_later_part_are_told_with_their_lines(tmp_path: Path, m
     path.write_text("[\n" * 5000)  # more in a part than are named
     with pytest.raises(DataError, match=r"at least 1000 bad rows(.|\n)* 1, 2, 3, "):
         documents(path, parts_of(path)[-1])
-
-
-# ------------------------------------------------------------------------------------------------------------ processes
 
 
 def corpora(folder: Path) -> dict[str, tuple[list[Path], dict[str, Any]]]:
@@ -267,16 +253,6 @@ def test_processes_write_what_one_writes(tmp_path: Path, bpe: str) -> None:
             found[split] += [*data.tokenizer.encode(document.text), data.tokenizer.eos_token_id or 0]
         for split, ids in found.items():
             assert results[0][f"{split}.bin"] == b"".join(each.to_bytes(2, "little") for each in ids), (name, split)
-
-
-def test_pieces_do_not_depend_on_who_reads_them(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(LINES)
-    corpus = find_corpus(option(tmp_path, tmp_path / "a.txt"))
-    assert isinstance(corpus, Corpus)
-    assert len(corpus.pieces()) == 4
-    assert sum(piece.num_bytes for piece in corpus.pieces()) == sum(
-        source.path.stat().st_size for source in corpus.all_files
-    )
 
 
 def test_errors_of_processes_are_those_of_one(tmp_path: Path) -> None:

@@ -117,6 +117,7 @@ FAMILIES = {
 {%- if loop.last or loop.nextitem.role != 'assistant' %}{{ '<e>' }}{% endif %}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<A>' }}{% endif %}""",
 }
+FAMILIES = {name: source.replace("SHOWN", SHOWN) for name, source in FAMILIES.items()}
 
 
 def user(content: str, **more: Any) -> dict[str, Any]:
@@ -164,14 +165,14 @@ def marked(text: str, spans: list[tuple[int, int]]) -> str:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
-    template = ChatTemplate(FAMILIES[family].replace("SHOWN", SHOWN), TOKENS)
+    template = ChatTemplate(FAMILIES[family], TOKENS)
     expected = {talk: text for (name, talk), text in by_hand().items() if name == family}
     assert {talk: marked(*template.render_spans(TALKS[talk])) for talk in TALKS} == expected
 
 
 def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhere() -> None:
     def spans(family: str, talk: list[dict[str, Any]]) -> str:
-        return marked(*ChatTemplate(FAMILIES[family].replace("SHOWN", SHOWN), TOKENS).render_spans(talk))
+        return marked(*ChatTemplate(FAMILIES[family], TOKENS).render_spans(talk))
 
     talk = [assistant("h"), user("a?"), assistant("b")]
     assert spans("qwen3", talk) == "<s>assistant\n⟦h<e>⟧\n<s>user\na?<e>\n<s>assistant\n⟦<think>\n\n</think>\n\nb<e>⟧\n"
@@ -209,8 +210,6 @@ def test_results_may_be_written_with_the_call_and_tools_with_the_last_question()
     )
 
 
-# ---------------------------------------------------------------------------------------------------- generation blocks
-
 TURN = "{% generation %}{{ m.content + '<e>' }}{% endgeneration %}"
 OTHERS = "{% else %}{{ '<s>' + m.role + '\n' + m.content + '<e>\n' }}{% endif %}{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}{{ '<s>assistant\n' }}{% endif %}"
@@ -233,6 +232,18 @@ RIGHT = {
         "{{ '<s>assistant\n' }}{% if m.reasoning_content %}{% generation %}{{ m.reasoning_content + '<t>' }}"
         "{% endgeneration %}{% endif %}" + TURN + "{{ '\n' }}"
     ),
+    "loop controls, and the time": """\
+{{ bos_token }}{{ strftime_now('%Y') }}
+{% for m in messages %}
+  {% if m.role == 'assistant' %}
+    {% generation %}
+    {{ m.content }}{{ eos_token }}
+    {% endgeneration %}
+    {% continue %}
+  {% endif %}
+  [{{ m.role }}] {{ m | tojson }}
+{% endfor %}
+""",
     "answers without an end": blocks(
         "{{ '<s>assistant\n' }}{% generation %}{{ m.content }}{% endgeneration %}{{ '<e>\n' }}"
     ),
@@ -259,22 +270,24 @@ WRONG = {
         "{{ ns.t }}"
     ),
 }  # fmt: skip
-PLAIN = [talk for name, talk in TALKS.items() if name not in ("tools", "agent")]
+PLAIN_TALKS = [talk for name, talk in TALKS.items() if name not in ("tools", "agent")]
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_blocks_where_they_stand_are_those_of_transformers(name: str) -> None:
-    for talk in PLAIN:
+    for talk in PLAIN_TALKS:
         [text], [spans] = render_jinja_template(
             [talk], chat_template=RIGHT[name], return_assistant_tokens_mask=True, **TOKENS
         )
-        assert ChatTemplate(RIGHT[name], TOKENS).render_spans(talk) == (text, spans)
+        template = ChatTemplate(RIGHT[name], TOKENS)
+        assert template.marks_turns
+        assert template.render_spans(talk) == (text, spans)
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_blocks_that_are_written_elsewhere_are_found_where_transformers_masks_what_is_not_theirs(name: str) -> None:
     right, wrong = ChatTemplate(RIGHT["where it stands"], TOKENS), ChatTemplate(WRONG[name], TOKENS)
-    for talk in PLAIN:
+    for talk in PLAIN_TALKS:
         expected = right.render_spans(talk)
         assert wrong.render_spans(talk) == expected
         [text], [spans] = render_jinja_template(
@@ -293,9 +306,6 @@ def test_what_is_found_nowhere_is_refused_with_both_texts(tmp_path: Path) -> Non
         )
     for part in (f"{tmp_path}/own.jinja", "message 2", "'b<e>'", "'<S>A'", "data.chat_template"):
         assert part in str(caught.value)
-
-
-# ------------------------------------------------------------------------------ the last turn, and turns left unlearned
 
 
 def made(tmp_path: Path, messages: list[dict[str, Any]], **settings: Any) -> str:
@@ -331,7 +341,7 @@ def test_the_last_turn_is_learned_whole(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_of_each_family(family: str) -> None:
-    template = ChatTemplate(FAMILIES[family].replace("SHOWN", SHOWN), TOKENS)
+    template = ChatTemplate(FAMILIES[family], TOKENS)
     for talk in TALKS.values():
         assert template.render_spans(talk, train_on="last")[1] == template.render_spans(talk)[1][-1:]
 
@@ -396,7 +406,7 @@ def test_marks_of_sharegpt_and_of_tables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_a_prompt_nothing_is_learned_under_all(family: str) -> None:
-    template = ChatTemplate(FAMILIES[family].replace("SHOWN", SHOWN), TOKENS)
+    template = ChatTemplate(FAMILIES[family], TOKENS)
     headers = {
         "mistral": "", "vicuna": "", "gemma": "<s>model\n", "llama3": "<h>assistant</h>\n\n", "plain": "Assistant: ",
         "phi": "<assistant>\n", "alpaca": "### Response:\n", "harmony": "<s>assistant",

@@ -40,18 +40,6 @@ def test_bytes_are_bytes() -> None:
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == 256
 
 
-def test_round_trip(bpe: Path) -> None:
-    for tokenizer in tokenizers_of(bpe):
-        for text in TEXTS:
-            assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_arrays_and_batches_agree_with_encode(bpe: Path) -> None:
-    for tokenizer in tokenizers_of(bpe):
-        expected = [tokenizer.encode(text) for text in TEXTS]
-        assert [array.tolist() for array in tokenizer.encode_arrays(TEXTS)] == expected
-
-
 def test_decode_survives_what_a_model_may_generate(bpe: Path) -> None:
     for tokenizer in tokenizers_of(bpe):
         assert "\ufffd" in tokenizer.decode(
@@ -69,7 +57,7 @@ def _odd(tokenizer: Tokenizer) -> int:
     return next(i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]) == "\ufffd")
 
 
-def test_transformers_gives_equal_ids_and_text(bpe: Path, tmp_path: Path) -> None:
+def test_ids_and_text_are_those_of_transformers_one_by_one_and_together(bpe: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     for number, tokenizer in enumerate(tokenizers_of(bpe)):
@@ -79,7 +67,8 @@ def test_transformers_gives_equal_ids_and_text(bpe: Path, tmp_path: Path) -> Non
         for text in TEXTS:
             ids = tokenizer.encode(text)
             assert theirs(text)["input_ids"] == ids
-            assert theirs.decode(ids) == text
+            assert theirs.decode(ids) == tokenizer.decode(ids) == text
+        assert [array.tolist() for array in tokenizer.encode_arrays(TEXTS)] == list(map(tokenizer.encode, TEXTS))
         assert theirs.eos_token_id == theirs.pad_token_id == tokenizer.eos_token_id
         assert len(theirs) == tokenizer.vocab_size
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import multiprocessing
 import os
 from functools import partial
 from itertools import islice
@@ -14,17 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from paired import lists, mixture, tokens
 from ranks import run_ranks
+from streams import in_order, steps_of
 
 from forgather_cli.config.decode import dump_tree, load_tree
 from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.schema import DenoiserSettings, Seq2SeqSettings, Ul2Settings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.cache import Cache
-from forgather_cli.data.loaders.data_ranks import DataRanks
-from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.data.paired.denoise import row_lengths
 from forgather_cli.data.paired.rows import Shape, batch_of_rows, best_fit_in_two
 from forgather_cli.data.paired.sentinels import with_sentinels
@@ -209,31 +206,12 @@ def test_shards_hold_every_window_once() -> None:
     assert texts(rows()) == sorted(texts(rows().shard(2, 0)) + texts(rows().shard(2, 1)))
 
 
-# ------------------------------------------------------------------------------------------------------------- streams
-
-
 def streamed(folder: str, **loader: Any) -> tuple[list[tuple[Any, Any]], int]:
     """On a rank: (rows, position) of each step of a streamed epoch, and how many rows come after the third position."""
     os.chdir(folder)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if dist.is_initialized():  # the pool's processes are daemons, which may have no children, and would spawn them
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        multiprocessing.set_start_method("fork", force=True)
-    group = dist.new_group(backend="gloo") if size > 1 else None
 
     def steps(state: Any = None) -> list[tuple[Any, Any]]:
-        data = load_data(STREAM, seed=3, num_sentinels=16)
-        options = {"global_batch_size": 4, "micro_batch_size": 2, "seed": 3, **loader}
-        ranks = None if group is None else DataRanks(group, rank, rank)
-        made = TrainLoader(data.train, rank=rank, size=size, data_ranks=ranks, **options)
-        if state is not None:
-            made.load_state_dict(state)
-        found = [
-            ([{key: value.tolist() for key, value in batch.items()} for batch in step.microbatches], made.state_dict())
-            for step in made
-        ]
-        made.close()
-        return found
+        return steps_of(load_data(STREAM, seed=3, num_sentinels=16), state, **{"seed": 3, **loader})
 
     whole = steps()
     rest = steps(whole[2][1])
@@ -255,14 +233,11 @@ def test_a_stream_goes_on_with_the_very_next_row(tmp_path: Path) -> None:
         rows = [{"text": f"Text {number} of {number * 7} words " * (1 + number % 5)} for number in islice(texts, 30)]
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
 
-    def order(ranks: list[Any]) -> list[Any]:
-        return [row for steps in zip(*ranks, strict=True) for step in steps for row in step[0]]
-
     folder = str(tmp_path)
     alone, count = streamed(folder)
     assert count > 3
     (dispatched, _), (other, _) = run_ranks(2, streamed, folder)
-    assert order([dispatched, other]) == order([alone]), "rank 0 reads what one rank would"
+    assert in_order([dispatched, other]) == in_order([alone]), "rank 0 reads what one rank would"
     _, count = streamed(folder, num_workers=2)
     assert count > 3
     for rank, (_, count) in enumerate(run_ranks(2, partial(streamed, dispatch=False), folder)):

@@ -168,13 +168,6 @@ def test_cached_logits_equal_uncached(name: str, padded: bool) -> None:
 
 
 @torch.no_grad()
-def test_dynamic_rope_leaves_the_cache_empty() -> None:
-    model, cache = decoder(**SHAPES["dynamic-beyond"]), KVCache()
-    torch.testing.assert_close(model(ids(), cache=cache), model(ids()), rtol=0, atol=0)
-    assert cache.length == 0
-
-
-@torch.no_grad()
 def test_cache_grows_past_its_first_capacity() -> None:
     model, tokens, cache = decoder(), ids(1, 300), KVCache()
     for start in range(0, 300, 60):

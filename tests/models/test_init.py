@@ -145,16 +145,12 @@ def test_other_modules_are_reset_from_their_names() -> None:
     assert not torch.equal(reseeded.a.weight, cpu.a.weight)
 
 
-class Bare(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Module()
-        self.inner.scale = nn.Parameter(torch.ones(2))
-
-
 def test_a_module_that_cannot_be_initialised_is_named() -> None:
+    bare = nn.Module()
+    bare.inner = nn.Module()
+    bare.inner.scale = nn.Parameter(torch.ones(2))
     with pytest.raises(ModelError, match=r"cannot initialise inner\.scale: Module has no reset_parameters"):
-        init_parameters(Bare(), 0)
+        init_parameters(bare, 0)
 
 
 def test_a_buffer_that_nobody_fills_is_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,12 +37,9 @@ def both(models: Any, seed: int = 0, *, expect: bool = True, **options: Any) -> 
     ours, theirs = models
     ids, mask = left_padded(PROMPTS, PAD)
 
-    def logits(batch: dict[str, Tensor], *, last_only: bool, cache: Any) -> Tensor:
-        return model_logits(ours, batch, last_only=last_only, cache=cache)
-
     options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": ENDS, "pad_token_id": PAD, **options}
     torch.manual_seed(seed)
-    made = generate(logits, ids, mask, generator=torch.default_generator, **options)
+    made = generate(partial(model_logits, ours), ids, mask, generator=torch.default_generator, **options)
     if not expect:
         return made, made
     torch.manual_seed(seed)
