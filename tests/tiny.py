@@ -76,9 +76,16 @@ def train(settings: Config, run_dir: RunDir, rank: RankContext | None = None) ->
     return trainer
 
 
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """All records of a run's metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def metrics(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """All records of a run's file."""
+    return [json.loads(line) for line in (run / file).read_text().splitlines()]
+
+
+def tensorboard(folder: Path) -> Any:
+    """What TensorBoard's own reader finds there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return EventAccumulator(str(folder)).Reload()
 
 
 def training_curve(run: Path) -> list[tuple[int, float, float]]:

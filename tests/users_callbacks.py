@@ -6,7 +6,6 @@ Named by ``_target_=users_callbacks.<class>``; importing this imports transforme
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -64,26 +63,31 @@ class ForHuggingFace(transformers.TrainerCallback):  # type: ignore[misc]
         self.notes.append(("end", state.global_step, control.should_training_stop))
 
 
-class Raises(TrainerCallback):
-    """Raises in one event of one rank, once that step is reached. Every rank leaves its process id with ``pids``."""
+class EveryEvent(TrainerCallback):
+    """Is told of each by one method."""
 
-    def __init__(self, event: str, step: int = 0, rank: int = 0, pids: bool = False) -> None:
-        self._event, self._step, self._rank = event, step, rank
-        self._me = dist.get_rank() if dist.is_initialized() else 0
-        if pids:
-            Path(f"pid-{self._me}").write_text(str(os.getpid()))
-
-    def happens(self, event: str, state: Any) -> None:
-        if event == self._event and self._me == self._rank and state.global_step >= self._step:
-            raise ZeroDivisionError(f"of the user's in {event}")
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
 def _handler(event: str) -> Any:
-    def handle(self: Raises, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.happens(event, state)
+    def handle(self: EveryEvent, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.happens(event, state, kwargs)
 
     return handle
 
 
 for _event in EVENTS:
-    setattr(Raises, _event, _handler(_event))
+    setattr(EveryEvent, _event, _handler(_event))
+
+
+class Raises(EveryEvent):
+    """Raises in one event of one rank, once that step is reached."""
+
+    def __init__(self, event: str, step: int = 0, rank: int = 0) -> None:
+        self._event, self._step, self._rank = event, step, rank
+        self._me = dist.get_rank() if dist.is_initialized() else 0
+
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        if event == self._event and self._me == self._rank and state.global_step >= self._step:
+            raise ZeroDivisionError(f"of the user's in {event}")

@@ -9,9 +9,10 @@ import pytest
 import tiny
 import torch
 import transformers
+from users_callbacks import EveryEvent
 
 from forgather_cli import Trainer, TrainingArguments
-from forgather_cli.callbacks.base import EVENTS, CallbackList, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.base import CallbackList, TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.errors import CallbackError
 
 SETTINGS: dict[str, Any] = {
@@ -37,36 +38,15 @@ class Saves(transformers.TrainerCallback):
         return control
 
 
-@pytest.mark.parametrize("async_save", [True, False])
-def test_on_save_has_the_step_that_was_saved_and_its_path(tmp_path: Path, async_save: bool) -> None:
-    saves = Saves()
-    trainer = run(tmp_path, saves, async_save=async_save)
-    assert saves.seen == [(step, f"step-{step:08}") for step in (2, 4, 6)]
-    assert trainer.state.global_step == 6
-
-
-class Loaders(TrainerCallback):
+class Loaders(EveryEvent):
     def __init__(self) -> None:
         self.without: set[str] = set()
         self.seen: set[str] = set()
 
-
-for _event in EVENTS:
-
-    def _note(self: Loaders, args: Any, state: Any, control: Any, *, _event: str = _event, **kwargs: Any) -> None:
-        self.seen.add(_event)
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        self.seen.add(event)
         if kwargs["eval_dataloader"] is None or kwargs["train_dataloader"] is None:
-            self.without.add(_event)
-
-    _note.__qualname__ = f"Loaders.{_event}"
-    setattr(Loaders, _event, _note)
-
-
-def test_the_dataloaders_are_in_every_event_of_a_run_that_evaluates(tmp_path: Path) -> None:
-    loaders = Loaders()
-    run(tmp_path, loaders)
-    assert loaders.without == {"on_init_end"}
-    assert {"on_step_end", "on_log_step", "on_save", "on_evaluate", "on_train_end", "on_epoch_end"} <= loaders.seen
+            self.without.add(event)
 
 
 class ByName(TrainerCallback):
@@ -75,29 +55,33 @@ class ByName(TrainerCallback):
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
 
-    def on_log_step(self, state: Any, logs: dict[str, float], **kwargs: Any) -> None:  # type: ignore[override]
+    def on_log_step(self, state: Any, logs: dict[str, float], **kwargs: Any) -> None:
         logs["doubled"] = 2 * logs.get("loss", 0.0)
         self.seen["log_step"] = (state.global_step, "control" in kwargs, "args" in kwargs)
 
-    def on_train_metrics(self, state: Any, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:  # type: ignore[override]
+    def on_train_metrics(self, state: Any, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         self.seen["train_metrics"] = (state.global_step, loss.shape, grad_norm.shape)
 
-    def on_step_end(self, args: Any, state: Any, control: Any) -> None:  # type: ignore[override]
+    def on_step_end(self, args: Any, state: Any, control: Any) -> None:
         self.seen["step_end"] = (args.max_steps, state.global_step, type(control))
 
-    def on_log(self, arguments: Any, progress: Any, flags: Any, logs: Any = None, **_: Any) -> None:  # type: ignore[override]
+    def on_log(self, arguments: Any, progress: Any, flags: Any, logs: Any = None, **_: Any) -> None:
         self.seen["log"] = (arguments.max_steps, progress.global_step, logs is not None)
 
     def on_epoch_begin(self, *everything: Any, **kwargs: Any) -> None:
         self.seen["epoch_begin"] = len(everything)
 
-    def on_train_end(self, *, trainer: Any) -> None:  # type: ignore[override]
+    def on_train_end(self, *, trainer: Any) -> None:
         self.seen["train_end"] = trainer.state.global_step
 
 
-def test_methods_that_lack_args_and_control_are_called_by_name(tmp_path: Path) -> None:
-    by_name = ByName()
-    trainer = run(tmp_path, by_name)
+@pytest.mark.parametrize("async_save", [True, False])
+def test_what_events_hand_to_methods_however_these_are_written(tmp_path: Path, async_save: bool) -> None:
+    saves, loaders, by_name = Saves(), Loaders(), ByName()
+    trainer = run(tmp_path, saves, loaders, by_name, async_save=async_save)
+    assert saves.seen == [(step, f"step-{step:08}") for step in (2, 4, 6)]  # that was saved, whichever is trained now
+    assert loaders.without == {"on_init_end"}
+    assert {"on_step_end", "on_log_step", "on_save", "on_evaluate", "on_train_end", "on_epoch_end"} <= loaders.seen
     assert by_name.seen == {
         "log_step": (6, True, True),
         "train_metrics": (5, torch.Size([]), torch.Size([])),
@@ -110,18 +94,14 @@ def test_methods_that_lack_args_and_control_are_called_by_name(tmp_path: Path) -
     assert all(record["doubled"] == 2 * record["loss"] for record in logged)
 
 
-def test_a_method_of_the_usual_shape_is_called_as_it_is() -> None:
+def test_a_method_of_the_usual_shape_is_called_as_it_is_and_one_that_asks_for_more_is_named() -> None:
+    class Greedy(TrainerCallback):
+        def on_step_end(self, state: Any, logs: Any) -> None:
+            raise AssertionError
+
     saves, callbacks = Saves(), CallbackList()
     callbacks.add(saves)
     assert callbacks.handlers["on_save"][0][1] == saves.on_save  # nothing lies between
-
-
-def test_what_a_method_asks_for_and_the_event_lacks_is_said(tmp_path: Path) -> None:
-    class Greedy(TrainerCallback):
-        def on_step_end(self, state: Any, logs: Any) -> None:  # type: ignore[override]
-            raise AssertionError
-
-    callbacks = CallbackList()
     callbacks.add(Greedy)
     with pytest.raises(CallbackError, match=r"Greedy.*on_step_end.*'logs'"):
         callbacks.emit("on_step_end", None, TrainerState(), TrainerControl())
@@ -155,22 +135,17 @@ class Pictures(TrainerCallback):
 
 @pytest.mark.filterwarnings("default")  # of TensorBoard's dependencies
 def test_callbacks_share_the_tensorboard_writer_and_resume_in_it(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
+    run(tmp_path / "none", Pictures)
+    assert not (tmp_path / "none/tensorboard").exists(), "without a callback for it the writer does nothing"
     run(tmp_path, Pictures, report_to="tensorboard")
     newest = tmp_path / "checkpoints" / "step-00000004"
     args, data = TrainingArguments(str(tmp_path), report_to="tensorboard", **SETTINGS), tiny.RandomTokens(16)
     again = Trainer(tiny.decoder(), args, None, data, data, callbacks=[Pictures])
     again.train(resume_from_checkpoint=str(newest))
     again.tensorboard.flush()
-    told = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    told = tiny.tensorboard(tmp_path / "tensorboard")
     assert [scalar.step for scalar in told.Scalars("mine/step")] == [1, 2, 3, 4, 5, 6]
     assert [scalar.step for scalar in told.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     tags = told.Tags()
     assert ("mine/weights" in tags["histograms"], "mine/image" in tags["images"]) == (True, True)
     assert "mine/end/text_summary" in tags["tensors"]
-
-
-def test_without_a_tensorboard_callback_the_writer_does_nothing(tmp_path: Path) -> None:
-    run(tmp_path, Pictures)
-    assert not (tmp_path / "tensorboard").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -88,7 +87,7 @@ def train(layout: str, path: Path, *overrides: str) -> None:
 
 
 def records(path: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (path / f"{name}.jsonl").read_text().splitlines()]
+    return tiny.metrics(path, f"{name}.jsonl")
 
 
 def steps(path: Path, name: str) -> list[int]:
@@ -126,9 +125,6 @@ def test_norms_are_those_of_one_device(layout: str, reference: Reference, tmp_pa
     for record in gradients:
         assert math.dist(record["norms"].values(), [0.0] * len(record["norms"])) == pytest.approx(0.05, rel=1e-4)
     assert not any("weight_norm" in record for record in tiny.metrics(tmp_path) if "grad_norm" not in record)
-
-
-# -------------------------------------------------------------------------------------------------------------- resume
 
 
 ONE_STEP = ("+callbacks.grad_norms={every: 1}", "+callbacks.parameter_norms={power_iter_steps: 1}")
@@ -185,45 +181,35 @@ def test_records_that_the_run_has_gone_back_from_are_marked(through: Path, tmp_p
         assert [record["step"] for record in records(path, name) if record.get("abandoned")] == [4]
 
 
-# ---------------------------------------------------------------------------------------------------------------- when
-
-
-CADENCES: dict[str, tuple[tuple[str, ...], list[int]]] = {
-    "eval": (("eval_steps=2", "eval_on_start=true"), [2, 4]),
-    "eval at epochs": (("eval_strategy=epoch", "epoch_train_steps=3", "num_train_epochs=2", "max_steps=-1"), [3, 6]),
-    "eval with saves": (("eval_strategy=no", "eval_on_save=true", "save_steps=3"), [3, 4]),
-    "log": (("logging_steps=3",), [1, 3, 4]),
-    "log at epochs": (("logging_strategy=epoch", "epoch_train_steps=2"), [2, 4]),
-    "3": ((), [3]),
-}
-
-
-@pytest.mark.parametrize("case", CADENCES)
-def test_when_gradients_are_recorded(case: str, tmp_path: Path) -> None:
-    overrides, expected = CADENCES[case]
-    replaced = {word.partition("=")[0] for word in overrides}
-    replaced |= {f"{kind}_steps" for kind in ("eval", "logging") if f"{kind}_strategy" in replaced}
-    base = [word for word in MODEL if word.partition("=")[0] not in replaced]
-    config = tiny.config(tmp_path, *base, f"+callbacks.grad_norms={{every: {case.split()[0]}}}", *overrides)
+@pytest.mark.parametrize(
+    ("every", "words", "expected"),
+    [
+        ("eval", ("eval_strategy=epoch", "epoch_train_steps=3", "num_train_epochs=2", "max_steps=-1"), [3, 6]),
+        ("eval", ("eval_strategy=no", "eval_on_save=true", "save_steps=3"), [3, 4]),
+        ("log", ("logging_steps=3",), [1, 3, 4]),
+        ("log", ("logging_strategy=epoch", "epoch_train_steps=2"), [2, 4]),
+        ("eval", ("eval_steps=2", "eval_on_start=true"), [2, 4]),
+        ("3", ("eval_steps=2", "logging_steps=1"), [3]),
+    ],
+)
+def test_when_gradients_are_recorded(every: str, words: tuple[str, ...], expected: list[int], tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, f"+callbacks.grad_norms={{every: {every}}}", *words)
     tiny.train(config, RunDir(tmp_path))
     assert steps(tmp_path, "gradient_norms") == expected
 
 
-def test_off_with_a_warning_where_gradients_are_used_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_leaves_nothing_to_record_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = tiny.config(
         tmp_path, "fuse_optim_with_backward=true", "max_grad_norm=null", "+callbacks.grad_norms={every: 1}",
-        "max_steps=1", "per_device_train_batch_size=8",
+        "max_steps=1", "per_device_train_batch_size=8", "eval_strategy=no", "+callbacks.parameter_norms={}",
     )  # fmt: skip
     tiny.train(config, RunDir(tmp_path))
     assert not RunDir(tmp_path).gradient_norms.exists()
     assert "grad_norms: off, since fuse_optim_with_backward=true" in caplog.text
-
-
-def test_no_evaluations_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loggers = ("+callbacks.grad_norms={}", "+callbacks.parameter_norms={}")
-    tiny.train(tiny.config(tmp_path, "eval_strategy=no", "max_steps=1", *loggers), RunDir(tmp_path))
-    assert "grad_norms.every: eval, of which eval_strategy=no leaves none" in caplog.text
     assert "parameter_norms: written at evaluations, of which eval_strategy=no leaves none" in caplog.text
+    config = tiny.config(tmp_path, "eval_strategy=no", "max_steps=1", "+callbacks.grad_norms={}")
+    tiny.train(config, RunDir(tmp_path / "next"))
+    assert "grad_norms.every: eval, of which eval_strategy=no leaves none" in caplog.text
 
 
 def test_nothing_to_log_is_refused(tmp_path: Path) -> None:
@@ -232,9 +218,6 @@ def test_nothing_to_log_is_refused(tmp_path: Path) -> None:
     assert config.callbacks.parameter_norms == ParameterNormSettings(log_norms=False, log_spectral_norms=False)
     with pytest.raises(ConfigError, match=r"callbacks\.parameter_norms: .* both false"):
         tiny.train(config, RunDir(tmp_path))
-
-
-# ----------------------------------------------------------------------------------------------------- weights apart
 
 
 def test_ranks_that_train_by_themselves_have_root_mean_squares(tmp_path: Path) -> None:
@@ -255,9 +238,6 @@ def test_ranks_that_train_by_themselves_have_root_mean_squares(tmp_path: Path) -
     assert_near([record["norms"] for record in records(tmp_path, "gradient_norms")], of_both("gradients"), 1e-5)
     assert_near([record["norms"] for record in records(tmp_path, "parameter_norms")], of_both("weights"), 1e-5)
     assert_near([r["spectral_norms"] for r in records(tmp_path, "parameter_norms")], of_both("spectral"), 1e-3)
-
-
-# ------------------------------------------------------------------------------------------------------------- numbers
 
 
 class Matrices(nn.Module):

@@ -17,6 +17,7 @@ from diloco.workers import (
     ROUNDS,
     STEPS,
     composed,
+    finish,
     is_at,
     largest_difference,
     ledger_of,
@@ -39,8 +40,7 @@ def trained(server: Served, settings: Sequence[Sequence[str]]) -> list[RunDir]:
     """Train workers a, b, ... to their end, and wait until the server has published their last round."""
     names = "abc"[: len(settings)]
     processes = [worker(server, name, *own) for name, own in zip(names, settings, strict=True)]
-    for process in processes:
-        assert process.finish() == 0, process.output
+    finish(*processes)
     return [RunDir(server.run.root.with_name(name)) for name in names]
 
 
@@ -69,8 +69,7 @@ def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_play
         a.finish()
         with serving(server.run.root, f"diloco.port={server.client.port}", resume=True) as again:
             a = worker(again, "a", ALL)
-            for process in (a, b):
-                assert process.finish() == 0, process.output
+            finish(a, b)
             until(lambda: is_at(again, ROUNDS))
             found = again.client.latest()
             lines = ledger_of(again)
@@ -101,7 +100,7 @@ def test_async_workers_train_at_their_own_pace_and_the_ledger_says_what_came_out
         until(lambda: second.process.poll() is not None)
         first = worker(server, "a", *own)
         for process in (first, second):
-            assert process.finish() == 0, process.output
+            finish(process)
         assert forgather("diloco", "stop", "--now", str(server.run.root)) == 0
     assert forgather("diloco", "replay", str(server.run.root)) == 0
     lines = ledger_of(server)
@@ -163,14 +162,12 @@ def test_rows_of_any_length_count_though_nobody_states_the_longest(tmp_path: Pat
     with serving(tmp_path / "server", *settings) as server:
         words = ["diloco", "worker", "default", *own, ALL, f"output_dir={tmp_path / 'a'}", "--server"]
         honest = Process(*words, f"127.0.0.1:{server.client.port}", env={"DILOCO_TOKEN": server.client.token})
-        shapes = {name: tuple(values.shape) for name, values in server.client.weights(0).items()}
         liar = FakeWorker(server.client, "z")
-        stands = liar.registration(shapes, data=None, tokenizer=None)
-        liar.generation = server.client.post("/register", **stands)["generation"]
+        liar.register(data=None, tokenizer=None)
         for number, targets in enumerate((2**53, 16 * BATCH * STEPS, 1)):
             liar.next(number - 1)
-            liar.submit(liar.change(number, shapes), targets)
-        assert honest.finish() == 0, honest.output
+            liar.submit(liar.change(number), targets)
+        finish(honest)
         until(lambda: is_at(server, ROUNDS))
         rejected = [dict(line["closed"]["rejected"]) for line in ledger_of(server)[1:]]
     assert [list(each) for each in rejected] == [["z"], ["z"], []]
@@ -182,8 +179,7 @@ def test_a_worker_that_joins_later_begins_with_the_next_round(tmp_path: Path) ->
         first = worker(server, "a", "max_steps=12")
         until(lambda: is_at(server, 1))
         second = worker(server, "b", "max_steps=12")
-        for process in (first, second):
-            assert process.finish() == 0, process.output
+        finish(first, second)
         weights = global_weights(server, 4)
     assert all(value.isfinite().all() for value in weights.values())
     counted = [[sent["worker"] for sent in line["closed"]["submissions"]] for line in ledger_of(server)[1:]]
@@ -204,26 +200,11 @@ def test_a_server_that_is_away_ends_a_worker_with_a_checkpoint_and_75(tmp_path: 
     assert f"127.0.0.1:{server.client.port}" in process.output
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (["num_hidden_layers=1"], "model"),
-        (["callbacks.diloco.sync_every=7"], "sync_every"),
-        (["seed=7"], "data"),
-    ],
-)
-def test_a_worker_that_does_not_fit_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, taken: Served, settings: list[str], named: str
-) -> None:
-    process = worker(taken, tmp_path_factory.mktemp("w").name, ALL, *settings)
-    assert process.finish() == 2, process.output
-    assert named in process.output
-
-
-@pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """A server that one worker has registered with."""
-    root = tmp_path_factory.mktemp("taken")
-    with served(root, workers=2) as server, worker(server, "a", ALL) as first:
+def test_a_worker_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with served(tmp_path) as server, worker(server, "a", ALL) as first:
         first.read_until("waiting")
-        yield server
+        for setting, named in (
+            ("num_hidden_layers=1", "model"), ("callbacks.diloco.sync_every=7", "sync_every"), ("seed=7", "data")
+        ):  # fmt: skip
+            other = worker(server, named, ALL, setting)
+            assert (other.finish(), named in other.output) == (2, True), other.output

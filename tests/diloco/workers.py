@@ -14,6 +14,9 @@ from torch import Tensor
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
+from forgather_cli.diloco.ledger import Line
+from forgather_cli.diloco.samples import merge, total
+from forgather_cli.run_dir import RunDir
 
 ROUNDS, STEPS, BATCH = 3, 3, 4
 RECIPE = (
@@ -70,3 +73,20 @@ def used_samples(lines: Sequence[dict[str, Any]]) -> list[int]:
     """Of all counted submissions, sorted."""
     sent = [sent for line in lines if line["closed"] for sent in line["closed"]["submissions"]]
     return sorted(sample for each in sent for first, last in each["ranges"] for sample in range(first, last))
+
+
+def is_audited(run: RunDir) -> bool:
+    """Every sample that was given out is used once, with a worker, or to be given out again."""
+    used: list[tuple[int, int]] = []
+    for line in map(Line.from_json, run.rounds.read_text().splitlines()):
+        used += [each for sent, _ in (line.closed.submissions if line.closed else ()) for each in sent.ranges]
+        everything = [*used, *(each for member in line.members for each in member.ranges), *line.pool]
+        if merge(everything) != ((0, line.cursor),) or total(everything) != line.cursor:
+            return False
+    return True
+
+
+def finish(*processes: Process) -> None:
+    """Wait for workers, which must end well."""
+    for process in processes:
+        assert process.finish() == 0, process.output

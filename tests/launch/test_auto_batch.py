@@ -24,11 +24,6 @@ RUN = (
 FOUND = "auto_find_batch_size: found per_device_train_batch_size={}, which forgather resume uses too"
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def saved(run: str, file: str = "config.yaml") -> tuple[int, int | None]:
     tree = yaml.safe_load(Path(run, file).read_text())
     return tree["per_device_train_batch_size"], tree["gradient_accumulation_steps"]

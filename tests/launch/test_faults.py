@@ -34,11 +34,6 @@ EVERY = ["step-kill", "step-sleep", "setup-kill", "evaluation-kill", "save-kill"
          "evaluation-raise", "step-exit", "forward-oom", "forward-sleep"]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def goes_on() -> bool:
     """True if the run can be finished, here by one process, and no step is missing or told twice."""
     words = ["trainer=single", "max_steps=12", "~callbacks.fault"]

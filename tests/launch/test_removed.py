@@ -16,19 +16,13 @@ from two_ranks import RUN, SMALL
 from forgather_cli.launch.exit_status import MISTAKE, from_error
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def is_at_rest(pid: int) -> bool:
     """Whether all threads of a process are stopped, or it has ended."""
     threads = Path(f"/proc/{pid}/task").glob("*/stat")
     return all(thread.read_text().rpartition(")")[2].split()[0] in "TZX" for thread in threads)
 
 
-@pytest.mark.parametrize("words", [[], ["trainer=ddp", "nproc_per_node=2"]], ids=["single", "ddp"])
-@pytest.mark.parametrize("how", ["moved", "removed"])
+@pytest.mark.parametrize(("how", "words"), [("moved", []), ("removed", ["trainer=ddp", "nproc_per_node=2"])])
 def test_a_directory_that_goes_away_ends_the_run_with_one_message(how: str, words: list[str]) -> None:
     # that tensorboard's own thread has something to write just then is left out: it prints a traceback
     quiet = ["max_steps=1000", "save_steps=2", "eval_strategy=no", "logging_steps=500"]
@@ -50,8 +44,6 @@ def test_a_directory_that_goes_away_ends_the_run_with_one_message(how: str, word
     assert re.search("^error: .*run: was removed", told)
     assert not RUN.root.exists()
 
-
-# ---------------------------------------------------------------------------------------------------------- descriptors
 
 LIMITED = """
 import os, resource, sys

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,14 +23,13 @@ from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
 WORDS = [word for word in SMALL if not word.startswith("output_dir")]
-TWO_NODES = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=60"]
+TWO_NODES = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=20"]
 Script = Callable[..., str]
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
+def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
     """The file for the given words."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     def printed(*words: str) -> str:
@@ -74,25 +75,17 @@ def test_slurm_reads_every_line_and_bash_runs_the_rest(script: Script) -> None:
     assert any(line.startswith("# module load") for line in lines[:first])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_no_file_can_say(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
         (["--print-sbatch", "--time=5:00"], "--time: must be HH:MM:SS or D-HH:MM:SS"),
         (["--print-sbatch", "--time=00:09:59"], "--time: must be .* 10 minutes or more"),
         (["--time=01:00:00"], "--time: .*; add --print-sbatch"),
         (["--print-sbatch", "-m"], "--print-sbatch: .*; leave out --multirun"),
         (["--print-sbatch", "trainer=ddp", "device=cuda"], "nproc_per_node: .*; set those of a node"),
         (["--print-sbatch", "trainer=ddp", "max_restarts=1"], "max_restarts: .*Slurm.*; leave it out"),
-    ],
-)
-def test_what_no_file_can_say(
-    words: list[str], message: str, script: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert forgather("train", *WORDS, *words) == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-# ------------------------------------------------------------------------------------------------- a simulated cluster
+    ):
+        assert forgather("train", *WORDS, *words) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 class Slurm:
@@ -157,24 +150,23 @@ def test_a_job_saves_before_its_limit_and_goes_on_when_it_is_requeued(script: Sc
         "from forgather_cli.callbacks.base import TrainerCallback\n"
         "class UntilToldOtherwise(TrainerCallback):\n"
         "    def on_step_end(self, args, state, control, **kwargs):\n"
-        "        time.sleep(0 if pathlib.Path('quick').exists() else 0.1)\n"
+        "        time.sleep(0 if pathlib.Path('quick').exists() else 0.3)\n"
     )
     words = [*WORDS, *TWO_NODES, "+callbacks.slow._target_=slow.UntilToldOtherwise"]
     slurm = Slurm(script(*words))
     assert slurm.options["nodes"] == "2"
     assert {"requeue", "signal"} <= slurm.options.keys()
-    assert slurm.run(signal_at="step 3/60") == 75
+    assert slurm.run(signal_at="step 3/20") == 75
     run = RunDir(Path(f"outputs/default/slurm-{slurm.number}"))
     assert slurm.requeued.read_text() == f"requeue {slurm.number}\n"
     stopped = read_exit_record(run)
-    assert stopped is not None
     assert (stopped.code, run.checkpoint_steps()) == (75, [stopped.step])
-    assert 3 <= stopped.step < 60
+    assert 3 <= stopped.step < 20
 
     Path("quick").touch()
     assert slurm.run() == 0
     assert slurm.requeued.read_text() == f"requeue {slurm.number}\n"
-    assert recorded_steps(run) == list(range(1, 61))
+    assert recorded_steps(run) == list(range(1, 21))
     with Process("train", *words, "nproc_per_node=2", "nnodes=1", "output_dir=undisturbed") as job:
         assert job.finish() == 0, job.output
     losses = [
@@ -182,9 +174,6 @@ def test_a_job_saves_before_its_limit_and_goes_on_when_it_is_requeued(script: Sc
         for each in (run, RunDir(Path("undisturbed")))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-# ----------------------------------------------------------------------------------------- a signal while ranks start
 
 
 def task(rank: int, *words: str, cold: bool = False, **variables: str) -> Process:
@@ -208,11 +197,18 @@ def handles_sigterm(pid: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    with contextlib.chdir(folder):
+        assert forgather("train", *SMALL, "max_steps=2") == 0
+    return folder / "run"
+
+
 @pytest.fixture
-def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+def used(trained: Path) -> RunDir:
     """A run with a checkpoint, of step 2."""
-    monkeypatch.chdir(tmp_path)
-    assert forgather("train", *SMALL, "max_steps=2") == 0
+    shutil.copytree(trained, "run")
     return RunDir(Path("run"))
 
 
@@ -243,7 +239,6 @@ def test_a_signal_while_the_task_that_has_the_run_waits(used: RunDir) -> None:
         assert STEP_2 in job.output
         assert job.lines[-1] == "forgather resume run"
     stopped = read_exit_record(used)
-    assert stopped is not None
     assert (stopped.state, stopped.code) == ("stopped", 75)
 
 
@@ -258,8 +253,7 @@ def test_a_signal_as_soon_as_a_task_hears_it(used: RunDir) -> None:
     assert not used.later_starts()
 
 
-def test_a_signal_while_tasks_of_a_fresh_run_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_signal_while_tasks_of_a_fresh_run_start() -> None:
     with task(0, "train", *SMALL, *WAITS) as job:
         until(RunDir(Path("run")).secret.exists, job)
         job.process.send_signal(signal.SIGTERM)
