@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import parity
 import torch
 import torch.nn.functional as F
-from parity import SEQ_LEN, Layout, Result, merged, run_rank
-from ranks import run_ranks
+from parity import SEQ_LEN, Layout, Result
 
-from forgather_cli.config.load import load_config
 from forgather_cli.models.hf.build import library
 
 SHAPE = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2"
@@ -42,11 +40,8 @@ def fresh(model_type: str) -> str:
 def train(
     layout: Layout, model: Sequence[str], path: Path, settings: Sequence[str] = (), *, resume: bool = False
 ) -> Result:
-    """Train for 4 steps as ``parity.train`` does, with plain gradient descent."""
-    config = load_config(None, [*_BASE, *model, *settings, *layout.overrides]).config
-    config = dataclasses.replace(config, output_dir=str(path), resume_from_checkpoint=resume)
-    shares = [run_rank(config, path)] if layout.ranks == 1 else run_ranks(layout.ranks, run_rank, config, path)
-    return merged(shares, path)
+    """Train for 4 steps with plain gradient descent."""
+    return parity.train(layout, (*model, *settings), path, resume=resume, base=_BASE)
 
 
 def load_theirs(path: Path) -> Any:
