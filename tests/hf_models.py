@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import parity
 import torch
 import torch.nn.functional as F
-from parity import SEQ_LEN, Layout, Result, merged, run_rank
-from ranks import run_ranks
+from parity import SEQ_LEN, Layout, Result
 
-from forgather_cli.config.load import load_config
 from forgather_cli.models.hf.build import library
 from forgather_cli.run_dir import RunDir
 
@@ -43,11 +41,8 @@ def fresh(model_type: str) -> str:
 def train(
     layout: Layout, model: Sequence[str], path: Path, settings: Sequence[str] = (), *, resume: bool = False
 ) -> Result:
-    """Train for 4 steps as ``parity.train`` does, with plain gradient descent."""
-    config = load_config(None, [*_BASE, *model, *settings, *layout.overrides]).config
-    config = dataclasses.replace(config, output_dir=str(path), resume_from_checkpoint=resume)
-    shares = [run_rank(config, path)] if layout.ranks == 1 else run_ranks(layout.ranks, run_rank, config, path)
-    return merged(shares, path)
+    """Train for 4 steps with plain gradient descent."""
+    return parity.train(layout, (*model, *settings), path, resume=resume, base=_BASE)
 
 
 def newest_model(run: Path) -> Path:

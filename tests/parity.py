@@ -40,12 +40,13 @@ class Layout:
 
     ranks: int
     overrides: tuple[str, ...]
-    layers: int = 4
+    layers: int = 2
     data_ranks: int | None = None
     """How many of the ranks read different data; None: all."""
 
 
 def _pipeline(ranks: int, schedule: str, layers: int = 4, shard: int = 1) -> Layout:
+    layers = layers if ranks // shard > 2 or schedule not in ("1F1B", "GPipe") else 2  # a stage on each rank
     by_rank = f"n_microbatches={4 // shard}", f"schedule={schedule}", f"shard={shard}"
     return Layout(ranks, ("trainer=pipeline", *by_rank), layers, data_ranks=shard)
 
@@ -206,20 +207,22 @@ def checkpoint_tensors(run: RunDir, step: int | None = None) -> dict[str, Tensor
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def train(layout: Layout, settings: Sequence[str], path: Path, *, resume: bool = False) -> Result:
-    """Train under ``layout`` with more overrides, on the ranks of the pool, or in this process for one rank.
+def train(
+    layout: Layout, settings: Sequence[str], path: Path, *, resume: bool = False, base: tuple[str, ...] = _BASE
+) -> Result:
+    """Train under ``layout`` with overrides of ``base``, on the ranks of the pool, or in this process for one rank.
 
     ``resume``: from the newest checkpoint in ``path``.
     """
-    composed = composed_of((*settings, *layout.overrides))
+    composed = composed_of((*settings, *layout.overrides), base)
     config = dataclasses.replace(composed, output_dir=str(path), resume_from_checkpoint=resume)
     shares = [run_rank(config, path)] if layout.ranks == 1 else run_ranks(layout.ranks, run_rank, config, path)
     return merged(shares, path)
 
 
 @functools.cache
-def composed_of(overrides: tuple[str, ...]) -> Config:
-    return load_config(None, [*_BASE, *overrides]).config
+def composed_of(overrides: tuple[str, ...], base: tuple[str, ...] = _BASE) -> Config:
+    return load_config(None, [*base, *overrides]).config
 
 
 def merged(shares: list[Share], path: Path) -> Result:

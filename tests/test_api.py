@@ -159,8 +159,3 @@ def test_relative_paths_are_those_of_the_directory_it_was_composed_in(monkeypatc
     assert trainers["more"].state.global_step == 3
     assert (here / "logs").exists()
     assert list(there.iterdir()) == []
-
-
-def test_importing_the_package_costs_no_torch() -> None:
-    code = "import sys, forgather_cli; forgather_cli.compose, forgather_cli.Run; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import threading
+import venv
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,9 +63,20 @@ def served(folder: Path) -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose ``python3 -m venv`` copies an environment: putting pip into each takes seconds."""
+    folder = tmp_path_factory.mktemp("python")
+    venv.create(folder / "environment", with_pip=True)
+    (folder / "python3").write_text(f'#!/bin/sh\n[ "$1 $2" = "-m venv" ] && cp -a {folder}/environment "$3"\n')
+    (folder / "python3").chmod(0o755)
+    return folder
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, made_once: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of ours that needs torch and another, under constraints; both indexes have newer ones than these."""
+    monkeypatch.setenv("PATH", str(made_once), prepend=os.pathsep)
     root = tmp_path / "a checkout"
     (root / "scripts").mkdir(parents=True)
     (root / "scripts" / "environment").write_text(SCRIPT.read_text())

@@ -104,7 +104,7 @@ def test_nothing_else_imports_it_at_module_level(room: Room) -> None:
 
 
 @pytest.mark.parametrize("room", [*ROOMS.values(), ALL], ids=[*ROOMS, "all"])
-def test_the_rest_trains_without_it(room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_works_without_it(room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("forgather_cli", "conf", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name)  # with compiled modules, which stay valid
     for path in room.paths:
@@ -113,12 +113,15 @@ def test_the_rest_trains_without_it(room: Room, tmp_path: Path, monkeypatch: pyt
     assert all((ROOT / path).exists() for path in room.tests)
     monkeypatch.chdir(tmp_path)
     Path("conf/model/theirs.yaml").write_text(OPTION)
-    (help_code, help_page), trained, *answers = _forgather("--help", TRAIN, *room.asks)
+    words = [TRAIN] if room in (ALL, ROOMS["quantized"]) else []  # the others' commands need no run
+    (help_code, help_page), *answers = _forgather("--help", *words, *room.asks)
     assert help_code == 0
     listed = re.findall(r"^│ ([a-z]+)  ", help_page, re.MULTILINE)
     assert listed == [name for name, where in COMMANDS.items() if not where.replace(":", ".").startswith(room.modules)]
-    assert trained[0] == 0, trained[1]
-    assert Path("run/checkpoints/step-00000002").is_dir()
+    for _ in words:
+        code, output = answers.pop(0)
+        assert code == 0, output
+        assert Path("run/checkpoints/step-00000002").is_dir()
     for (code, output), (command, said) in zip(answers, room.asks.items(), strict=True):
         assert code == 2, (command, output)
         [line] = output.splitlines()

@@ -46,21 +46,10 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("venv")
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
-    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = [
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--ignore-installed",
-        str(wheel),
-    ]
-    done = subprocess.run([sys.executable, *install], capture_output=True, text=True, check=False)
+    install = f"-m pip --python {python} install --no-deps --no-index --ignore-installed {wheel}"
+    done = subprocess.run([sys.executable, *install.split()], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return python
 

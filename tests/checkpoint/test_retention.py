@@ -146,14 +146,13 @@ def test_the_best_is_verified_and_the_next_best_stands_in(tmp_path: Path, caplog
     assert any("step-00000002: is damaged: model/model.safetensors has " in line for line in told)
 
 
-def test_listing_and_verifying_do_not_import_torch(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 1)
+def test_listing_verifying_and_choosing_do_not_import_torch(tmp_path: Path) -> None:
+    saving.saved_run(tmp_path, 1)
     code = (
         "import sys, pathlib\n"
-        "from forgather_cli.checkpoint.manifest import read_manifest\n"
+        "from forgather_cli.checkpoint.choice import Manifest, RunDir, choose\n"
         "from forgather_cli.checkpoint.retention import list_checkpoints\n"
-        "from forgather_cli.run_dir import RunDir\n"
-        "(info,) = list_checkpoints(RunDir(pathlib.Path(sys.argv[1])))\n"
-        "assert read_manifest(info.path).problems(info.path, 'full') == []\n"
+        "run = RunDir(pathlib.Path(sys.argv[1]))\n"
+        "assert choose(run, Manifest.problems).path == list_checkpoints(run)[0].path\n"
     )
-    assert not {"torch", "numpy"} & modules_after(code, str(run.root))
+    assert not {"torch", "numpy"} & modules_after(code, str(tmp_path))

@@ -12,23 +12,11 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from ddp import (
-    Run,
-    Slices,
-    close,
-    equal,
-    even,
-    global_batch,
-    loss_of,
-    reference,
-    rows_of,
-    strategy_of,
-    trained,
-    weights_of,
-)
+from ddp import Buffered, Run, strategy_of, trained
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from whole_batch import Slices, close, cut, equal, even, global_batch, mean_loss, reference, weights_of
 
 from forgather_cli import DDPSettings, Trainer, TrainerCallback, TrainingArguments
 from forgather_cli.config.schema import PostLocalSGD
@@ -134,7 +122,7 @@ def local_sgd_by_hand(
     for number in range(steps):
         batch, local = global_batch(number), number >= settings.start_step
         for rank, model in enumerate(models):
-            loss_of(model, rows_of(batch, slices[rank][0]) if local else batch).backward()  # type: ignore[no-untyped-call]
+            mean_loss(model, cut(batch, slices[rank][0]) if local else batch).backward()  # type: ignore[no-untyped-call]
         if local:
             for first in range(0, ranks, group):
                 mean_gradients(models[first : first + group])
@@ -202,22 +190,9 @@ def test_a_subgroup_must_divide_the_ranks() -> None:
     assert message == ("post_local_sgd.subgroup: 3 ranks cannot be divided into groups of 2; set it to a divisor of 3")
 
 
-class Numbered(nn.Module):
-    """Logits from an embedding, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 64)
-        self.register_buffer("number", torch.zeros(()))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.embedding(input_ids)
-        return logits
-
-
 def buffers_of_local_steps() -> list[float]:
-    model = Numbered()
-    run = Run(strategy_of(lambda: model, post_local_sgd=LOCAL))
+    model = Buffered()
+    run = Run(strategy_of(lambda: model, find_unused_parameters=True, post_local_sgd=LOCAL))
     seen = []
     for number in range(6):
         model.number.fill_(dist.get_rank())

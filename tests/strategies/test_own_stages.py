@@ -14,7 +14,7 @@ import torch
 from hf_models import train
 from own_stages import Rounds, Words, doubles_a_block, split
 from parity import LAYOUTS, Result, assert_parity, scratch
-from ranks import run_ranks
+from ranks import refusals, run_ranks
 from torch import nn
 
 from forgather_cli import Trainer, TrainingArguments
@@ -22,7 +22,7 @@ from forgather_cli.config.decode import load_tree
 from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.pipeline_layout import stage_layout
 from forgather_cli.config.schema import LinearCrossEntropySettings, PipelineSettings, Target
-from forgather_cli.errors import ConfigError, ModelError, PartError
+from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.loss import build_loss
 from forgather_cli.models.stages import stage_of
 from forgather_cli.plan.run import make_plan
@@ -144,24 +144,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def refusals() -> dict[str, Exception]:
-    found: dict[str, Exception] = {}
-    for name, (what, _) in REFUSED.items():
-        try:
-            what()
-        except (ConfigError, ModelError, PartError) as error:
-            found[name] = error
-    return found
-
-
-@functools.cache
-def refused() -> list[dict[str, Exception]]:
-    return run_ranks(2, refusals)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_makes_no_stages_is_said_on_every_rank(name: str) -> None:
-    for rank in refused():
+    for rank in refusals(2, __name__):
         assert re.search(REFUSED[name][1], str(rank[name]))
 
 

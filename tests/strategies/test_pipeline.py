@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RankError, run_ranks
+from ranks import RankError, refusals, run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -27,7 +27,7 @@ from forgather_cli.config.schema import (
     RunSettings,
 )
 from forgather_cli.distributed import clip_grad_norm
-from forgather_cli.errors import ConfigError, DataError, ModelError
+from forgather_cli.errors import DataError, ModelError
 from forgather_cli.loss import CrossEntropy, Loss, build_loss
 from forgather_cli.models import build as models_build
 from forgather_cli.models import files
@@ -240,6 +240,8 @@ STEPS: dict[str, Case] = {
     "masks": Case("LoopedBFS", batches=(MASKED,)),
     "frozen first stage": Case(frozen="model.embed_tokens", layers=2, n_microbatches=2, batches=TWO_BATCHES),
     "compiled": Case(compiled=True, batches=(batch(8),)),
+    "bf16": Case(bf16=True, batches=TWO_BATCHES),
+    "DualPipeV in bf16, fused": Case("DualPipeV", bf16=True, loss="fused", batches=TWO_BATCHES),
 }
 ON_FOUR: dict[str, Case] = {
     s: Case(s, layers=8, n_microbatches=8, tied=True, batches=(batch(8, ragged=True), batch(8, seed=1)))
@@ -262,6 +264,9 @@ ON_FOUR |= {
 }
 
 
+CASES = [(2, name) for name in STEPS] + [(4, name) for name in ON_FOUR]
+
+
 @cache
 def results(world: int) -> dict[str, list[dict[str, Any]]]:
     """Of all cases at once, per case and rank."""
@@ -270,14 +275,10 @@ def results(world: int) -> dict[str, list[dict[str, Any]]]:
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(cases)}
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_a_step_equals_the_unsplit_models(name: str) -> None:
-    assert_same(STEPS[name], results(2)[name])
-
-
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_a_step_on_four_ranks_equals_the_unsplit_models(name: str) -> None:
-    assert_same(ON_FOUR[name], results(4)[name], tolerance=2e-2 if ON_FOUR[name].bf16 else 1e-6)
+@pytest.mark.parametrize(("world", "name"), CASES)
+def test_a_step_equals_the_unsplit_models(world: int, name: str) -> None:
+    case = (STEPS if world == 2 else ON_FOUR)[name]
+    assert_same(case, results(world)[name], tolerance=2e-2 if case.bf16 else 1e-6)
 
 
 def test_torch_still_forgets_gradients_when_a_schedule_is_made_anew() -> None:
@@ -296,15 +297,6 @@ def test_tied_weights_stay_equal_and_are_counted_once() -> None:
     assert tied in both_ends["weights"]
     assert tied not in neither["weights"]
     assert both_ends["duplicates"] == 0
-
-
-def test_bf16_is_that_of_one_device() -> None:
-    cases = [
-        Case(s, bf16=True, loss=loss, batches=TWO_BATCHES) for s, loss in (("1F1B", "plain"), ("DualPipeV", "fused"))
-    ]
-    ranks = run_ranks(2, all_stepped, cases)
-    for index, case in enumerate(cases):
-        assert_same(case, [rank[index] for rank in ranks], tolerance=2e-2)
 
 
 def steps_twice(schedule: str) -> bool:
@@ -480,13 +472,6 @@ class Residual(nn.Module):
         return x if self.head is None else self.head(x)
 
 
-class KeepsAll(Residual):
-    def cut(self, first: int, last: int, *, is_first: bool, is_last: bool) -> None:
-        """Forgets the layers."""
-        self.embed = self.embed if is_first else None
-        self.head = self.head if is_last else None
-
-
 class Narrow(Residual):
     hidden_size = 8
 
@@ -551,21 +536,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ModelError,
         "loss: OneBackward has one backward for inputs and weights, which schedule=DualPipeV splits; set loss=linear",
     ),
-    "a model that cannot be cut": (
-        lambda: materialized(lambda: nn.Linear(2, 2)),
-        ModelError,
-        "Linear cannot be cut into stages, it has no num_hidden_layers, no hidden_size, no cut",
-    ),
-    "a cut that keeps too much": (
-        lambda: materialized(KeepsAll, schedule="LoopedBFS"),
-        ModelError,
-        r"after cut\(\) stages 0, 1, 2, 3 of 4 hold blocks.0.weight",
-    ),
-    "too few layers": (
-        lambda: materialized(Residual, schedule="Interleaved1F1B", stages_per_rank=3),
-        ConfigError,
-        r"6 pipeline stages .* num_hidden_layers=4 .*; set num_hidden_layers=6, or choose trainer=single",
-    ),
     "other tensors": (
         lambda: materialized(Residual).loss({**batch(2), "token_type_ids": batch(2)["input_ids"]}),
         DataError,
@@ -576,34 +546,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         DataError,
         "the batch has no labels, only input_ids",
     ),
-    "no hidden states for a fused loss": (
-        lambda: materialized(Residual, loss=LinearCrossEntropySettings()),
-        ModelError,
-        r"Residual has no hidden_states\(\); ",
-    ),
 }
-
-
-def refusals() -> dict[str, Exception]:
-    """What each is refused with, on this rank: on all of them, so that none waits for another."""
-    found: dict[str, Exception] = {}
-    for name, (what, kind, _) in REFUSED.items():
-        try:
-            what()
-        except kind as error:
-            found[name] = error
-    return found
-
-
-@cache
-def refused() -> list[dict[str, Exception]]:
-    return run_ranks(2, refusals)
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_said_on_every_rank(name: str) -> None:
-    for rank in refused():
-        assert re.search(REFUSED[name][2], str(rank[name]))
+    _, kind, told = REFUSED[name]
+    for rank in refusals(2, __name__):
+        assert re.search(told, str(rank[name]))
+        assert isinstance(rank[name], kind)
 
 
 def wrong_width() -> None:
