@@ -188,6 +188,8 @@ CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
     # manifests with a right checksum
     "no files": (manifest(files={}), OF_STEP, ["manifest.json", "no files"]),
     "another format": (manifest(format_version="99"), OF_STEP, ["'99'", "reads 1"]),
+    "world_size": (manifest(world_size=None), OF_STEP, ["manifest.json", "world_size"]),
+    "healthy": (manifest(healthy="no"), OF_STEP, ["manifest.json", "healthy"]),
     "components": (manifest(components={"x": 5}), INSPECT, ["manifest.json", "components"]),
     "a file outside": (
         manifest(files={"../x": {"size": 0, "ranges": []}}), INSPECT, ["manifest.json", "'../x'"],
