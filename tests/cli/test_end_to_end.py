@@ -326,8 +326,8 @@ CHOICES = [
     "data=tokens dataloader_num_workers=2 eval_strategy=no",
     "packing=pad isolate_documents=true per_device_train_batch_size=1 async_save=false",
     "isolate_documents=true torch_compile=true torch_compile_backend=eager",
-    "max_steps=-1 num_train_epochs=0.005 construct_model_on=cpu logging_strategy=no",
-    "optimizer=adamw fuse_optim_with_backward=true max_grad_norm=null",
+    "max_steps=-1 num_train_epochs=0.005 construct_model_on=cpu",
+    "optimizer=adamw fuse_optim_with_backward=true max_grad_norm=null logging_strategy=no",
 ]
 assert len(OPTIMIZERS) < len(CHOICES)
 
