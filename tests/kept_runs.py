@@ -7,10 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
-from program import forgather
 
 from forgather_cli.launch.exit_status import write_exit_record
 from forgather_cli.run_dir import RunDir
@@ -73,10 +69,3 @@ def make_outputs() -> Path:
     make_run(Path("outputs/default/new"), 1.2e9, ended=False)
     make_run(Path("outputs/between"), 1.1e9, (1.0,))
     return Path("outputs")
-
-
-def documents(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert forgather(*words, "--json") == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    return found

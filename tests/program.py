@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from forks import Program, prove_in_forks
 
 from forgather_cli.cli import app
+
+SMALL = [
+    "model=nano", "precision=fp32", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4",
+    "global_batch_size=4", "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu",
+]  # fmt: skip
+"""Words for a run whose steps take milliseconds."""
 
 
 def forgather(*words: str) -> int:
@@ -24,6 +32,30 @@ def forgather(*words: str) -> int:
         with pytest.raises(SystemExit) as ended:
             app.main()
     return int(ended.value.code or 0)
+
+
+class Result(NamedTuple):
+    """What a command left: exit code, what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Result:
+    """What ``forgather WORDS`` in this process prints."""
+    capsys.readouterr()
+    return Result(forgather(*words), *capsys.readouterr())
+
+
+def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """The JSON document of a command that succeeds."""
+    done = printed(capsys, *words, "--json")
+    assert done.code == 0, done.err
+    return done.json()
 
 
 def modules_after(code: str, *words: str, cwd: Path | None = None) -> set[str]:

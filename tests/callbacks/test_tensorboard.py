@@ -60,7 +60,7 @@ def test_each_record_is_one_event(tmp_path: Path) -> None:
     [file] = (tmp_path / "tensorboard").iterdir()
     written = EventFileLoader(str(file)).Load()
     # an event for each record of curves, and for each text
-    assert [len(event.summary.value) for event in written if event.step] == [3, 3, 3, 1, 2, 1]
+    assert [len(event.summary.value) for event in written if event.step] == [4, 4, 4, 1, 2, 1]
 
 
 def test_scalars_are_merged_over_the_defaults(tmp_path: Path) -> None:

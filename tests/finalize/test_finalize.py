@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 from pathlib import Path
-from typing import Any
 
 import finalized
 import pytest
@@ -63,11 +62,7 @@ def reference(source: Path) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------- what comes out of it
 
 
-STRATEGIES = {
-    "ddp": ("trainer=ddp",),
-    "pipeline": ("trainer=pipeline", "n_microbatches=2"),
-    "fsdp2": ("trainer=fsdp2",),
-}
+STRATEGIES = {"pipeline": ("trainer=pipeline", "n_microbatches=2"), "fsdp2": ("trainer=fsdp2",)}
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -102,27 +97,19 @@ def test_a_run_becomes_a_model_directory(run: Path, capsys: pytest.CaptureFixtur
     assert sorted(path.name for path in Path("out").iterdir()) == ["model"]
 
 
-def test_a_damaged_best_one_is_left_out(
+def test_the_best_one_in_a_dry_run_and_without_it_where_it_is_damaged(
     run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(run, "run")
     best = best_valid(RunDir(Path("run")))
     assert best is not None
-    damage(best.path / "model/model.safetensors", flip(-1))
-    assert forgather("finalize", "run", "model", "--best", "--dry-run", "--json") == 0
-    document = json.loads(capsys.readouterr().out)
     losses = {step: Reader(RunDir(run).checkpoint(step)).manifest.metrics["eval_loss"] for step in (2, 4, 6)}
-    assert document["source"]["step"] == sorted(losses, key=lambda step: losses[step])[1]
+    for step in sorted(losses, key=lambda step: losses[step])[:2]:
+        assert forgather("finalize", "run", "model", "--best", "--dry-run", "--json") == 0
+        document = json.loads(capsys.readouterr().out)
+        assert (document["source"]["step"], document["model"]["dtype"]) == (step, "fp32")
+        damage(best.path / "model/model.safetensors", flip(-1))
     assert f"{best.path}: is damaged: model/model.safetensors has other content" in caplog.text
-
-
-def test_best_and_dry_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    best = best_valid(RunDir(run))
-    assert best is not None
-    assert forgather("finalize", str(run), "model", "--best", "--dry-run", "--json") == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["source"]["path"] == str(best.path)
-    assert document["model"]["dtype"] == "fp32"
     assert not Path("model").exists()
 
 
@@ -221,16 +208,6 @@ def test_a_sharded_bf16_source_keeps_its_dtype() -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(Path("model")).items())
 
 
-def test_int8(run: Path) -> None:
-    report = finalize(run, Path("model"), FinalizeOptions(quantize="int8-weight-only"))
-    assert report["proof"]["bound_on"] == "perplexity_ratio"
-    assert 0.9 < report["proof"]["perplexity_ratio"] < 1.1
-    plain, small = (sum(f.stat().st_size for f in d.glob("*.safetensors")) for d in (
-        RunDir(run).checkpoint(6) / "model", Path("model")))  # fmt: skip
-    assert small < 0.5 * plain
-    assert (logits(theirs(Path("model"), dtype="auto")) - reference(run)).abs().max() < 0.2
-
-
 # ------------------------------------------------------------------------------------------------------------ the proof
 
 
@@ -292,37 +269,27 @@ def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{option}: gone: cannot be read (No such file or directory); give a file of {content}" in message
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "names no token"),
-        ("<a>\n<b>\n<a>\n", r"tokens:3: '<a>' is in line 1 already"),
-        ("<a>\n\n<|endoftext|>\n", r"tokens:3: '<|endoftext|>' is a token already (256)"),
-        ("<a>\n <b>\n", "tokens:2: blanks around the token ' <b>'"),
-        ('<a>\n{"token": 3}\n', "tokens:2: must be a token or"),
-        ('{"token": "<a>", "specail": true}', "tokens:1: unknown key 'specail'"),
-        ('{"token": "<a>", "special": 1}', "tokens:1: special must be true or false, got 1"),
-        ('["<a>",\n "<b>"', "tokens:2: not JSON"),
-        ('["<a>", 7]', "tokens:2: must be a token or"),
-        (b"\xff\xfe", "tokens: is text in UTF-16"),
-    ],
-)
-def test_malformed_token_files(run: Path, content: Any, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("tokens").write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert message in refused(capsys, str(run), "new", "--add-tokens", "tokens")
+MALFORMED: dict[str | bytes, str] = {
+    "": "names no token",
+    "<a>\n<b>\n<a>\n": "tokens:3: '<a>' is in line 1 already",
+    "<a>\n\n<|endoftext|>\n": "tokens:3: '<|endoftext|>' is a token already (256)",
+    "<a>\n <b>\n": "tokens:2: blanks around the token ' <b>'",
+    '<a>\n{"token": 3}\n': "tokens:2: must be a token or",
+    '{"token": "<a>", "specail": true}': "tokens:1: unknown key 'specail'",
+    '{"token": "<a>", "special": 1}': "tokens:1: special must be true or false, got 1",
+    '["<a>",\n "<b>"': "tokens:2: not JSON",
+    '["<a>", 7]': "tokens:2: must be a token or",
+    b"\xff\xfe": "tokens: is text in UTF-16",
+}
 
 
-def test_a_token_like_a_bracket_is_no_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("tokens").write_text("[INST]\n[/INST]\n")
+def test_malformed_token_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, message in MALFORMED.items():
+        Path("tokens").write_bytes(content if isinstance(content, bytes) else content.encode())
+        assert message in refused(capsys, str(run), "new", "--add-tokens", "tokens")
+    Path("tokens").write_text("[INST]\n[/INST]\n")  # is no JSON
     assert forgather("finalize", str(run), "new", "--add-tokens", "tokens", "--dry-run", "--json") == 0
     assert [t["token"] for t in json.loads(capsys.readouterr().out)["added_tokens"]] == ["[INST]", "[/INST]"]
-
-
-def test_a_template_that_does_not_compile(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("chat.jinja").write_text("{% for m in messages %}\n{{ m['content' }}{% endfor %}")
-    message = refused(capsys, str(run), "new", "--chat-template", "chat.jinja")
-    assert "--chat-template: chat.jinja: the chat template does not compile (line 2" in message
-    assert message.endswith("; correct it there, or leave the option out\n")
 
 
 def test_damaged_sources(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -343,8 +310,7 @@ def test_a_full_disk_in_the_middle(run: Path, capsys: pytest.CaptureFixture[str]
         message = refused(capsys, str(run), "deep/er/new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "cannot be written (File too large)" in message
-    assert "nothing was left behind" in message
+    assert re.search(r"cannot be written \(File too large\).*nothing was left behind", message, re.S)
 
 
 def test_beyond_the_bound_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -368,12 +334,6 @@ def test_the_ratio_is_told_so_that_it_is_above_the_bound(ratio: float, shown: st
     }  # fmt: skip
     with pytest.raises(ProofError, match=rf"perplexity is {re.escape(shown)} times .*, the bound is 1; nothing"):
         prove._judge(proof)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can")
-def test_a_recipe_for_another_machine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused(capsys, str(run), "new", "--quantize", "float8-dynamic-act-float8-weight")
-    assert message.startswith("error: --quantize float8-dynamic-act-float8-weight:")
 
 
 def test_numbers_that_fp16_cannot_hold() -> None:

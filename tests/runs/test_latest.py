@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from kept_runs import Job, documents, make_outputs
-from program import Process, forgather
+from kept_runs import Job, make_outputs
+from program import Process, document, forgather
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def test_latest_is_the_run_that_changed_last(outputs: Path, capsys: pytest.Captu
         forgather(*words.split())
         assert "latest: outputs/default/new" in capsys.readouterr().err
     os.utime(outputs / "default/old/logs/rank-0.log", (2e9, 2e9))
-    assert [each["run"] for each in documents(capsys, "logs", "summary", "latest")] == ["outputs/default/old"]
+    assert [each["run"] for each in document(capsys, "logs", "summary", "latest")] == ["outputs/default/old"]
 
 
 def test_a_log_is_followed_until_the_job_ends(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:

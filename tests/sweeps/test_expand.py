@@ -57,8 +57,7 @@ def test_job_names_follow_the_content() -> None:
     assert name != job_name("text", ["seed=2", "model=nano"])
     assert job_name("text", ["seed=1,model=nano"]) != name
     weird = job_name("text", ["output_dir='/a b/../c'", "x=" + "y" * 500])
-    assert "/" not in weird
-    assert " " not in weird
+    assert not {"/", " "} & {*weird}
     assert len(weird) < 120
     assert job_name("text", [])
 

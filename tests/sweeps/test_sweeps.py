@@ -7,16 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
-from program import Process, forgather
+from program import SMALL, Process, forgather
 from terminal import Terminal
 
-from forgather_cli.launch.exit_status import State, read_exit_record, write_exit_record
+from forgather_cli.launch.exit_status import State, write_exit_record
 from forgather_cli.run_dir import RunDir
 from forgather_cli.sweeps.run import SweepJob, _cells
-
-SMALL = ["model=nano", "precision=fp32",
-         "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
-         "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
 
 
 def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
@@ -31,14 +27,8 @@ def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     )
 
     def sweep(sizes: str) -> tuple[int, str]:
-        words = [
-            "train",
-            *SMALL,
-            "max_steps=2",
-            f"model.vocab_size={sizes}",
-            "+callbacks.quits._target_=quitting.Quits",
-        ]
-        with Process(*words, "-m", cwd=tmp_path) as process:
+        words = ["max_steps=2", f"model.vocab_size={sizes}", "+callbacks.quits._target_=quitting.Quits", "-m"]
+        with Process("train", *SMALL, *words, cwd=tmp_path) as process:
             return process.finish(), process.output
 
     code, told = sweep("8,300,301")
@@ -73,7 +63,7 @@ def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
         "        time.sleep(0 if pathlib.Path('quick').exists() else 0.1)\n"
     )
     words = [word for word in SMALL if not word.startswith("device=")]
-    words += ["max_steps=200", "logging_steps=1", "+callbacks.slow._target_=slow.UntilToldOtherwise"]
+    words += ["max_steps=200", "+callbacks.slow._target_=slow.UntilToldOtherwise"]
     words += ["model.vocab_size=300,8,301,302", "-m", "--jobs", "2"]
     job = Terminal("train", *words)
     job.read_until(r"=300 +running +\d+/200 +\d+\.\d{4}[^\n]*\n[^\n]*=8 +refused[^\n]*\n[^\n]*=301 +running +\d+/200")
@@ -82,12 +72,8 @@ def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
     assert "Traceback" not in job.output
     assert "error: model.vocab_size: the tokenizer has 257 tokens, got 8" in job.output
     [root] = (tmp_path / "outputs/default").glob("sweep-*")
-    stopped = {
-        path.parent.name.split("-")[0]: read_exit_record(RunDir(path.parent)) for path in root.glob("*/exit.json")
-    }
-    assert {name: end and end.code for name, end in stopped.items()} == {
-        "model.vocab_size=300": 75, "model.vocab_size=301": 75
-    }  # fmt: skip
+    stopped = {path.parent.name.split("-")[0]: json.loads(path.read_text()) for path in root.glob("*/exit.json")}
+    assert {name[-3:]: end["code"] for name, end in stopped.items()} == {"300": 75, "301": 75}
     assert sorted(path.read_text() for path in root.glob("*/gpus")) == ["5", "7"]
 
     (tmp_path / "quick").touch()
@@ -109,16 +95,8 @@ def test_jobs_at_once_need_a_gpu_for_each_rank(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    words = [
-        "train",
-        *SMALL,
-        "learning_rate=1e-3,2e-3",
-        "trainer=ddp",
-        "nproc_per_node=2",
-        "-m",
-        "--dry-run",
-        "--jobs=2",
-    ]
+    words = ["train", *SMALL, "learning_rate=1e-3,2e-3", "trainer=ddp", "nproc_per_node=2", "-m", "--dry-run"]
+    words += ["--jobs=2"]
     assert forgather(*words) == 0  # on a CPU
     assert forgather(*words, "device=auto") == 2
     refused = "--jobs: 2 at once with 2 GPUs each (nproc_per_node) need 4, and this machine has 3; give --jobs 1"
