@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +12,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config, DecoderSettings
 from forgather_cli.launch.context import RankContext
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
 from forgather_cli.run_dir import RunDir
+from forgather_cli.strategies.base import Batch, Strategy
+from forgather_cli.trainer.arguments import TrainingArguments
 from forgather_cli.trainer.script import Trainer
 from forgather_cli.worker import build
 
@@ -42,6 +47,21 @@ def decoder(seed: int = 0, **changes: Any) -> Decoder:
     return model
 
 
+def llama(**changes: Any) -> Any:
+    """One of transformers, of the same shape, with weights drawn by seed 0."""
+    import transformers
+
+    torch.manual_seed(0)
+    shape = {**SHAPE, "vocab_size": 64, "max_position_embeddings": 64, **changes}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+
+
+def token_batch() -> dict[str, Tensor]:
+    """Four sequences of 16 tokens, all of them targets but the first ones."""
+    tokens = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": tokens, "labels": tokens}
+
+
 class RandomTokens(Dataset[dict[str, Tensor]]):
     """Map-style samples of 16 random tokens; ``ragged`` leaves a random tail of each without targets."""
 
@@ -57,6 +77,61 @@ class RandomTokens(Dataset[dict[str, Tensor]]):
         labels = self.tokens[index].clone()
         labels[self.lengths[index] :] = -100
         return {"input_ids": self.tokens[index], "labels": labels}
+
+
+def acts(**events: Callable[..., Any]) -> TrainerCallback:
+    """A callback whose events are these functions of (state, control) and the rest by name."""
+
+    def method(act: Callable[..., Any]) -> Callable[..., None]:
+        def event(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            act(state, control, **kwargs)
+
+        return event
+
+    acting: type[TrainerCallback] = type(
+        "Acts", (TrainerCallback,), {name: method(act) for name, act in events.items()}
+    )
+    return acting()
+
+
+def note_batches(strategy: Strategy) -> list[list[Batch]]:
+    """The micro-batches of each step from now on, as they are taken."""
+    steps: list[list[Batch]] = []
+    plain = strategy.forward_backward
+
+    def noting(microbatches: Any, step_targets: Tensor) -> Tensor:
+        steps.append([])
+        return plain(_Noted(microbatches, steps[-1]), step_targets)
+
+    strategy.forward_backward = noting  # type: ignore[method-assign]
+    return steps
+
+
+class _Noted:
+    def __init__(self, microbatches: Any, into: list[Batch]) -> None:
+        self._microbatches, self._into = microbatches, into
+
+    def __len__(self) -> int:
+        return len(self._microbatches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batch in self._microbatches:
+            self._into.append(batch)
+            yield batch
+
+
+def script(
+    path: Path | str, model: Any = None, data: Any = None, evaluated: Any = None, *, kind: Any = Trainer, **given: Any
+) -> Trainer:
+    """A script's Trainer, by default of a decoder on random tokens that saves nothing; ``given`` are arguments of
+    TrainingArguments and of Trainer."""
+    own = {name: given.pop(name) for name in [*given] if name in inspect.signature(Trainer).parameters}
+    quiet = {"save_strategy": "no", "use_cpu": True, "disable_tqdm": True, "report_to": "none"}
+    args = TrainingArguments(str(path), **{**quiet, **given})
+    model = model if model is not None or "model_init" in own else decoder()
+    data = RandomTokens() if data is None else data
+    made: Trainer = kind(model, args, train_dataset=data, eval_dataset=evaluated, **own)
+    return made
 
 
 def config(output_dir: Path, *overrides: str, callbacks: str = "minimal") -> Config:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import Any
 
 import pytest
@@ -96,12 +95,9 @@ def test_equals_transformers_after_the_warmup(option: SchedulerOption, name: str
     assert curve(option)[WARMUP:TOTAL] == pytest.approx(theirs[WARMUP:], abs=1e-12)
 
 
-def test_cosine_equals_torch():
+def test_equals_torch():
     theirs = reference(lambda o: torch_schedulers.CosineAnnealingLR(o, TOTAL, eta_min=0.25), TOTAL + 1)
     assert curve(CosineSettings(min_lr_ratio=0.25), length=TOTAL + 1) == pytest.approx(theirs, abs=1e-12)
-
-
-def test_linear_equals_torch():
     theirs = reference(lambda o: torch_schedulers.LinearLR(o, 1.0, 0.3, total_iters=TOTAL))
     assert curve(LinearSettings(min_lr_ratio=0.3)) == pytest.approx(theirs, abs=1e-12)
 
@@ -242,17 +238,6 @@ def test_schedule_around_a_bare_torch_optimizer():
     assert optimizer.param_groups[0]["lr"] == 0.5
     schedule.step()
     assert schedule.get_last_lr() == [0.4]
-
-
-def test_schedule_step_costs_under_ten_microseconds():
-    schedule = build_schedule(CosineSettings(warmup_steps=10), adamw(), total_steps=100_000)
-    best = math.inf
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(200):
-            schedule.step()
-        best = min(best, (time.perf_counter() - start) / 200)
-    assert best < 10e-6
 
 
 # ----------------------------------------------------------------------------------------- schedulers from elsewhere

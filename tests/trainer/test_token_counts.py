@@ -15,11 +15,9 @@ import torch
 from program import forgather
 from torch import Tensor
 
-from forgather_cli import Trainer, TrainingArguments
-
 TEXTS = ["a" * 7, "bc" * 9, "defg" * 3, "h" * 30, "ij" * 4, "k"]
 TALKS = [("two and two", "four"), ("the sky", "blue and wide"), ("a" * 20, "b")]
-SEQ_LEN, EPOCH = 32, 3
+SEQ_LEN, EPOCH = 32, 2
 BASE = [
     "model=nano", "precision=fp32", "optimizer=adamw", "callbacks=minimal", "device=cpu", "data.cache_dir=cache",
     "data.tokenizer=bytes", "max_steps=-1", f"num_train_epochs={EPOCH}",
@@ -117,11 +115,8 @@ class Masked(tiny.RandomTokens):
 
 def test_of_a_users_batches_the_mask_says_what_is_padding(tmp_path: Path) -> None:
     data = Masked(8, ragged=True)
-    args = TrainingArguments(
-        str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=8, eval_strategy="steps", eval_steps=1,
-        save_strategy="no", use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(tiny.decoder(), args, None, data, data)
+    settings = {"max_steps": 1, "per_device_train_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = tiny.script(tmp_path / "run", None, data, data, **settings)
     trainer.train()
     tokens = int(data.lengths.sum())
     first = next(each for each in trainer.state.log_history if "tokens" in each)

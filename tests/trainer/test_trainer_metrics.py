@@ -21,14 +21,6 @@ from forgather_cli.trainer.metrics import Flops, TrainMetrics
 CPU = torch.device("cpu")
 
 
-def llama() -> transformers.LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 def measures(told: Any) -> dict[str, Any]:
     """Of logits or of token ids, and of whatever else is there."""
     predictions, labels = told.predictions, told.label_ids
@@ -61,7 +53,7 @@ def test_compute_metrics_gets_what_the_library_gives_it(
         (Trainer, TrainingArguments),
     ):
         trainer = trainer_class(
-            model=llama(), args=arguments_class(str(tmp_path), **common), eval_dataset=data,
+            model=tiny.llama(), args=arguments_class(str(tmp_path), **common), eval_dataset=data,
             compute_metrics=measures, preprocess_logits_for_metrics=preprocess,
         )  # fmt: skip
         answers.append((trainer.evaluate(), trainer.predict(data)))
@@ -78,42 +70,25 @@ def test_compute_metrics_gets_what_the_library_gives_it(
     assert my_output.metrics["test_accuracy"] == pytest.approx(their_output.metrics["test_accuracy"])
 
 
-def test_metrics_of_the_user_choose_the_best_model(tmp_path: Path) -> None:
-    rising = iter((0.1, 0.9, 0.5))
-    args = TrainingArguments(
-        str(tmp_path), max_steps=3, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
-        metric_for_best_model="rank",
-    )  # fmt: skip
-    data = tiny.RandomTokens(16)
-    trainer = Trainer(
-        llama(),
-        args,
-        None,
-        data,
-        data,
-        compute_metrics=lambda told: {"rank": next(rising), "losses": told.losses is None},
-    )
-    trainer.train()
-    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
-
-
 def test_wrong_answers_of_the_users_functions_are_named(tmp_path: Path) -> None:
-    args, data = TrainingArguments(str(tmp_path)), tiny.RandomTokens(4)
-    with pytest.raises(ConfigError, match="compute_metrics"):
-        Trainer(llama(), args, eval_dataset=data, compute_metrics=lambda told: 0.5).evaluate()
-    trainer = Trainer(
-        llama(), args, eval_dataset=data, compute_metrics=measures, preprocess_logits_for_metrics=lambda *both: both
-    )
-    with pytest.raises(ConfigError, match="preprocess_logits_for_metrics"):
-        trainer.evaluate()
+    data = tiny.RandomTokens(4)
+    wrong = {
+        "compute_metrics": {"compute_metrics": lambda told: 0.5},
+        "preprocess_logits_for_metrics": {
+            "compute_metrics": measures, "preprocess_logits_for_metrics": lambda *both: both
+        },
+    }  # fmt: skip
+    for named, functions in wrong.items():
+        with pytest.raises(ConfigError, match=named):
+            tiny.script(tmp_path, evaluated=data, **functions).evaluate()
 
 
 def test_losses_are_the_means_of_their_batches(tmp_path: Path) -> None:
     told: list[Any] = []
-    args = TrainingArguments(str(tmp_path), include_for_metrics=["loss"], per_device_eval_batch_size=4)
-    trainer = Trainer(
-        llama(), args, eval_dataset=tiny.RandomTokens(8), compute_metrics=lambda each: told.append(each) or {}
-    )
+    trainer = tiny.script(
+        tmp_path, evaluated=tiny.RandomTokens(8), compute_metrics=lambda each: told.append(each) or {},
+        include_for_metrics=["loss"], per_device_eval_batch_size=4,
+    )  # fmt: skip
     loss = trainer.evaluate()["eval_loss"]
     assert told[0].losses.shape == (8,)
     assert told[0].losses.mean() == pytest.approx(loss, rel=1e-6)
@@ -122,8 +97,7 @@ def test_losses_are_the_means_of_their_batches(tmp_path: Path) -> None:
 
 def test_results_are_printed_and_written_as_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tiny.RandomTokens(16)
-    args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no")
-    trainer = Trainer(llama(), args, None, data, data)
+    trainer = tiny.script(tmp_path, None, data, data, max_steps=2)
     done = trainer.train()
     assert (trainer.is_world_process_zero(), trainer.is_local_process_zero()) == (True, True)
     capsys.readouterr()
@@ -145,8 +119,7 @@ def test_results_are_printed_and_written_as_there(tmp_path: Path, capsys: pytest
 
 def test_dataloaders_yield_the_batches_that_are_trained_and_evaluated(tmp_path: Path) -> None:
     data = tiny.RandomTokens(22)
-    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    trainer = Trainer(llama(), args, None, data, data)
+    trainer = tiny.script(tmp_path, None, data, data, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     loader = trainer.get_train_dataloader()
     batches = list(loader)
     assert [len(batch["input_ids"]) for batch in batches] == [4, 4, 4, 4, 4, 2]
