@@ -17,7 +17,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from forgather_cli.errors import SetupError
-from forgather_cli.shards import Box, RowExchange, box_of, fill_local, local, needs_exchange, rows_of
+from forgather_cli.shards import (
+    Box,
+    RowExchange,
+    box_of,
+    fill_local,
+    local,
+    needs_exchange,
+    not_finite,
+    row_group,
+    rows_of,
+)
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
     ((4,), (Shard(0),)),
@@ -51,6 +61,9 @@ def boxes_and_rows() -> None:
         made = [distribute_tensor(each, mesh, placements) for each in full]
         exchange = RowExchange(each for each in made if needs_exchange(each))
         assert needs_exchange(made[0]) == any(getattr(p, "dim", 0) for p in placements)
+        cuts = [n for n, p in enumerate(placements) if not p.is_replicate()]
+        by_rows = len(cuts) == 1 and placements[cuts[0]].dim == 0
+        assert row_group(made[0]) is (mesh.get_group(cuts[0]) if by_rows else None)
         for whole, tensor in zip(full, made, strict=True):
             box = box_of(tensor)
             assert torch.equal(local(tensor), whole[box.slices]), (placements, whole.shape)
@@ -128,3 +141,11 @@ def test_plain_tensors_are_held_whole() -> None:
     assert (rows_of(torch.ones(3, 2)), rows_of(torch.ones(()))) == ((0, 3), (0, 1))
     fill_local(scalar := torch.zeros(()), torch.ones(()))
     assert scalar == 1
+
+
+def test_tensors_that_hold_what_is_not_finite_are_named() -> None:
+    small, infinity = torch.float8_e5m2, torch.tensor([1.0, -torch.inf])
+    void = {"nan": torch.tensor([torch.nan, 1.0]), "bf16": infinity.bfloat16(), "fp8": infinity.to(small)}
+    sound = {"int": torch.ones(2, dtype=torch.int64), "one": torch.ones(2).to(small), "none": torch.ones(0)}
+    assert not_finite({**sound, **void}) == list(void)
+    assert not_finite(sound) == not_finite({}) == []

@@ -279,6 +279,7 @@ def test_rows_are_full_on_both_sides() -> None:
     packed = best_fit_in_two(*sizes.T, encoder, decoder)
     assert sorted(number for row in packed for number in row) == list(range(len(examples)))
     assert all((sizes[row].sum(0) <= (encoder, decoder)).all() for row in packed)
+    assert row_lengths(Ul2Settings(pack_encoder=10**6), 100) == (10**6, 726_080)
     padding = 1 - sizes.sum(0) / (len(packed) * np.array([encoder, decoder]))
     assert padding.mean() < 0.075, padding
 
@@ -294,7 +295,7 @@ def test_sentinels_follow_on_the_tokens_and_are_not_added_twice(tmp_path: Path) 
 
 
 def test_too_few_sentinels_and_too_short_sides_are_said() -> None:
-    with pytest.raises(DataError, match=r"max_encoder_length: 20, .*R_3_15"):
+    with pytest.raises(DataError, match=r"max_encoder_length: 20, .* 32 tokens by denoiser R_3_15"):
         mixture(max_encoder_length=20)
     option = Ul2Settings(max_seq_length=512, max_encoder_length=512, max_decoder_length=256)
     with pytest.raises(DataError, match=r"num_sentinel_tokens: 1 are too few for denoiser R_3_15.* set it to 2"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forgather_cli.config.schema import DilocoServerSettings
-from forgather_cli.diloco.ledger import Line, Submission, read_ledger, write_line
+from forgather_cli.diloco.ledger import Line, Submission, drop_lines, hashes_of, read_ledger, write_line
 from forgather_cli.diloco.registry import Registry
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.diloco.samples import first, merge, subtract, take
@@ -533,6 +535,42 @@ def test_the_ledger_is_the_state_and_a_torn_line_is_cut(tmp_path: Path) -> None:
     path.write_bytes(whole.replace(b'"targets":10', b'"targets":11'))
     with pytest.raises(SetupError, match="line 2 does not follow"):
         read_ledger(path)
+
+
+def test_lines_are_on_disk_elsewhere_before_they_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, dropped, made = tmp_path / "rounds.jsonl", tmp_path / "dropped.jsonl", two()
+    for _ in range(2):
+        send(made, "a"), send(made, "b")
+        step(made, 0.0)
+    for line in made.lines:
+        write_line(path, line)
+    assert hashes_of(dropped) == set()
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    lines = path.read_bytes().splitlines(keepends=True)
+    for kept in (2, 1):
+        drop_lines(path, kept, dropped)
+        assert path.read_bytes() == b"".join(lines[:kept])
+    assert dropped.read_bytes() == lines[2] + lines[1]
+    assert synced == [len(lines[2]), len(lines[2] + lines[1])]
+    assert hashes_of(dropped) == {line.hash for line in made.lines[1:]}
+    write_line(path, made.lines[1])
+    assert synced[-1] == path.stat().st_size == len(lines[0] + lines[1])
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_line_that_a_disk_does_not_take_whole_leaves_nothing(tmp_path: Path, before: int) -> None:
+    path, made, limits = tmp_path / "rounds.jsonl", two(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for _ in range(before):
+        write_line(path, made.lines[0])
+    size = path.stat().st_size if before else 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            write_line(path, made.lines[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == size
 
 
 def test_with_overlap_samples_are_given_ahead_and_what_is_left_stays() -> None:
