@@ -167,6 +167,7 @@ def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
     generation = made.registry.workers["b"].generation
     send(made, "a", 1.0)
     made.worker(made.registry.workers["a"].generation, 8.0)
+    assert made.evict(10.0) == []
     assert [worker.name for worker in made.evict(11.0)] == ["b"]
     line = step(made, 11.0)
     assert line is not None
@@ -178,6 +179,9 @@ def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
     assert caught.value.code == "fenced"
     join(made, "b", 12.0)
     assert made.answered(made.registry.workers["b"], 0, ["b0"]) == ("late", "round 0 has ended without it")
+    for number, message in ((1, "b is no member"), (2, "is not open"), (-1, "is not open")):
+        with pytest.raises(WireError, match=message):
+            made.answered(made.registry.workers["b"], number, ["b1"])
     send(made, "a", 13.0)
     line = step(made, 13.0)
     assert line is not None
@@ -222,6 +226,7 @@ def test_where_all_are_gone_the_round_ends_empty_as_soon_as_somebody_comes() -> 
 def test_rejected_and_short_submissions_give_their_samples_back() -> None:
     made = two()
     send(made, "a", rejected="it is not finite")
+    assert made.answered(made.registry.workers["a"], 0, ["a0"]) == ("rejected", "it is not finite")
     send(made, "b", used=6)
     line = step(made, 0.0)
     assert line is not None
@@ -418,6 +423,8 @@ def test_the_largest_change_goes_where_the_sum_cannot_be_held() -> None:
     send(made, "a", norms=(3.0,)), send(made, "b", norms=(29.0,))
     closed = made.close(0.0, SIZES)
     assert closed is not None
+    assert made.offer(made.registry.workers["a"], -1) is None, "the round has ended"
+    assert made.why_waiting() == "round 0 is being computed"
     closed = made.without_largest()
     ((who, why),) = closed.rejected
     assert (who, "fp32" in why) == ("b", True)
@@ -482,7 +489,8 @@ def test_a_submission_names_only_samples_that_it_was_given() -> None:
         ({"tokenizer": "t2"}, "refused", "tokenizer: has"),
         ({"stated": {"sync_every": 3}}, "refused", "sync_every: is 3 at c, 2 at the server"),
         ({"round": 0, "parent": "f" * 64}, "refused", r"stands on round 0 \(ffffffffffff\)"),
-        ({"name": "a", "secret": "thief"}, "held", "a: another worker has this id"),
+        ({"name": "a", "secret": "thief"}, "held", r"a: another worker has this id \(process 0 on , heard of 1 s ago"),
+        ({"name": "a", "secret": "thief", "now": 120.0}, "held", "until it is silent for 120 s"),
     ],
 )
 def test_who_may_not_register(more: dict[str, Any], code: str, message: str) -> None:
@@ -625,6 +633,11 @@ def test_with_dylu_the_slower_worker_gets_fewer_steps() -> None:
     line = step(made, 0.0)
     assert line is not None
     assert [member.steps for member in line.members] == [10, 2]
+    made.registry.workers["b"].speed = 0.01
+    send(made, "b")
+    line = step(made, 0.0)
+    assert line is not None
+    assert [member.steps for member in line.members] == [10, 1]
     with pytest.raises(WireError, match="dylu"):
         join(rounds(), "a", dylu=True)
 
@@ -632,3 +645,97 @@ def test_with_dylu_the_slower_worker_gets_fewer_steps() -> None:
 def test_a_server_that_has_lost_rounds_takes_workers_back_if_it_is_told_to() -> None:
     made = two(rewind=True)
     assert made.register("a", "a", batch=4, model=MODEL, now=1.0, round=7, parent="f" * 64)[1] == "rewound"
+
+
+def test_where_a_worker_stands_that_comes_back() -> None:
+    made = two()
+    stands: dict[str, Any] = {"batch": 4, "model": MODEL, "now": 1.0, "parent": made.lines[0].hash}
+    for leaves, last in ((True, 0), (False, None)):
+        assert made.register("a", "a", **stands, round=0, leaves=leaves)[1] == "known"
+        assert made.registry.workers["a"].last_round == last
+    for number in (-1, 1, None):
+        with pytest.raises(WireError, match=rf"stands on round {number} .* it has round 0 "):
+            made.register("a", "a", **stands, round=number)
+    again = Rounds(made.settings, initial="i", model=MODEL, dropped={"f" * 64})
+    assert again.register("a", "a", **{**stands, "parent": "f" * 64}, round=0, leaves=True)[1] == "rewound"
+    assert again.registry.workers["a"].last_round is None
+    made.registry.workers["b"].left = True
+    join(made, "b", secret="another"), join(made, "b", secret="another")
+    generations = [join(made, f"c{number}") for number in range(64)]
+    assert max(generations).bit_length() == 52  # but in one case of 2**64
+
+
+def test_what_a_worker_without_a_round_waits_for() -> None:
+    made = rounds()
+    assert (made.waited_for(), made.needed()) == ([], {0})
+    join(made, "a"), join(made, "b")
+    step(made, 0.0)
+    assert (made.waited_for(), made.needed()) == (["a", "b"], {0})
+    assert made.why_waiting() == "round 0 waits for a, b"
+    send(made, "a")
+    assert made.why_waiting() == "round 0 waits for b"
+    send(made, "b")
+    assert made.why_waiting() == "round 0 waits for its end"
+    for worker in made.registry.workers.values():
+        worker.last_round = 0
+    line = step(made, 0.0)
+    assert (line, made.needed()) == (made.line, {0, 1})
+    assert made.why_waiting() == "round 1 waits for workers: all have left"
+
+
+def weights(made: Rounds, **targets: int) -> list[float]:
+    for name, count in targets.items():
+        send(made, name, targets=count)
+    closed = made.close(0.0, SIZES)
+    assert closed is not None
+    made.append(made.opening("t"), 0.0)
+    return [weight for _, weight in closed.submissions]
+
+
+def test_a_fragment_counts_all_that_was_trained_since_its_last_exchange() -> None:
+    made = two(num_fragments=2)
+    assert weights(made, a=10, b=30) == [0.25, 0.75]
+    assert weights(made, a=10, b=30) == [0.25, 0.75]
+    assert weights(made, a=50, b=50) == [0.4285714328289032, 0.5714285969734192]
+    made = two(num_fragments=2, weighting="equal")
+    assert weights(made, a=10, b=30) == [0.5, 0.5]
+    made = rounds(workers=1)
+    join(made, "a")
+    step(made, 0.0)
+    assert (weights(made, a=1), weights(made, a=0)) == ([1.0], [0.0])
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_weights_that_begin_at_zero_may_grow(fragments: int) -> None:
+    for norm, said in ((20.0, 0), (20.1, 1)):
+        made = rounds(workers=1, num_fragments=fragments)
+        join(made, "a")
+        step(made, 0.0)
+        send(made, "a", norms=(norm,))
+        closed = made.close(0.0, [(0.0, 100)] * fragments)
+        assert closed is not None
+        assert len(closed.rejected) == said
+        assert [("of fragment 0" in why) for _, why in closed.rejected] == [fragments > 1] * said
+
+
+def test_samples_that_are_left_may_be_more_than_a_round_takes() -> None:
+    made = two()
+    join(made, "a", batch=2)
+    send(made, "a", used=0), send(made, "b")
+    line = step(made, 0.0)
+    assert line is not None
+    assert (given(line), line.cursor) == ({"a": ((0, 8),), "b": ((16, 24),)}, 24)
+
+
+def test_in_async_mode_one_round_ends_at_a_time() -> None:
+    made = two(mode="async")
+    send(made, "b"), send(made, "a")
+    for name in "ba":
+        closed = made.close(0.0, SIZES)
+        assert closed is not None
+        assert [sent.worker for sent, _ in closed.submissions] == [name]
+        if name == "b":
+            offered = made.offer(made.registry.workers["a"], -1)
+            assert offered is not None
+            assert offered["round"] == 0, "which goes on meanwhile"
+        made.append(made.opening("t"), 0.0)
