@@ -239,5 +239,31 @@ def test_found_in_a_directory_as_transformers_finds_it(tmp_path: Path) -> None:
         ChatTemplate.of(tmp_path)
 
 
+def test_what_is_learned_where_blocks_stand_side_by_side_or_in_one_another() -> None:
+    def spans(block: str, talk: list[dict[str, Any]], **more: Any) -> list[tuple[int, int]]:
+        return ChatTemplate("{% for m in messages %}" + block + "{% endfor %}", {}).render_spans(talk, **more)[1]
+
+    begin, end = "{% generation %}", "{% endgeneration %}"
+    each, talk = f"{begin}{{{{ m.content }}}}{end}", [says("user", "ab"), says("assistant", "cd"), says("user", "e")]
+    assert spans(each, talk) == [(0, 2), (2, 4), (4, 5)]
+    assert spans(each, talk, train_on="last") == [(2, 4)]
+    assert ChatTemplate(CHATML, {}).render_spans(talk[:1], train_on="last")[1] == []
+    assert spans(f"{begin}{each}>{end}", talk[1:2]) == [(0, 3)]
+    assert spans("{{ m.content }}", talk[1:]) == [(0, 2)]
+    assert spans("{{ m.content }}", talk, train_on="all") == [(0, 5)]
+
+
+def test_whether_tools_are_shown() -> None:
+    assert [ChatTemplate(source, {}).shows_tools for source in (QWEN3, PLAIN)] == [True, False]
+
+
+def test_a_template_that_took_too_long_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(PLAIN, {})
+    for seconds in (-1.0, 60.0):
+        monkeypatch.setattr("forgather_cli.data.chat.sandbox.RENDERING_SECONDS", seconds)
+        with pytest.raises(DataError, match=r"refuses these messages \(it has not come to its end"):
+            template.render(TALK)
+
+
 def test_needs_no_torch() -> None:
     assert "torch" not in modules_after("from forgather_cli.data.chat import template")
