@@ -46,6 +46,7 @@ _UL2 = " ".join(f"data/test_ul2.py::test_{name}" for name in (
     "spans_are_those_of_t5", "a_prefix_is_cut_between_a_fifth_and_four_fifths",
     "corruption_is_the_mean_share_after_a_prefix", "examples_of_the_shipped_mixtures_stay_as_they_were",
     "other_shares_are_other_rules", "every_token_of_a_window_is_in_one_example_that_fits",
+    "a_window_is_cut_into_the_fewest_pieces_that_fit",
     "rows_are_full_on_both_sides", "too_few_sentinels_and_too_short_sides_are_said",
 ))  # fmt: skip
 _TOKENS = "data/test_add_bos.py::test_tokens_from_elsewhere_are_taken_as_they_are_and_that_is_told " + " ".join(

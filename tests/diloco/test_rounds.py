@@ -540,9 +540,14 @@ def test_the_ledger_is_the_state_and_a_torn_line_is_cut(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
     again = Rounds(made.settings, initial="i", model=MODEL, ledger=read_ledger(path), registry=made.registry)
     assert (again.line, again.slots, again.tokens) == (made.line, made.slots, made.tokens)
-    path.write_bytes(whole.replace(b'"targets":10', b'"targets":11'))
-    with pytest.raises(SetupError, match="line 2 does not follow"):
-        read_ledger(path)
+    assert whole.count(b'"why"') == 1
+    for wrong, message in (
+        (whole.replace(b'"targets":10', b'"targets":11'), "2 does not follow"),
+        (whole + b"1\n", "3 is no"),
+    ):
+        path.write_bytes(wrong)
+        with pytest.raises(SetupError, match=f"line {message}"):
+            read_ledger(path)
 
 
 def test_lines_are_on_disk_elsewhere_before_they_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
