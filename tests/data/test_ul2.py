@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -300,9 +301,10 @@ def test_rows_are_full_on_both_sides() -> None:
     assert sorted(number for row in packed for number in row) == list(range(len(examples)))
     assert all((sizes[row].sum(0) <= (encoder, decoder)).all() for row in packed)
     assert (encoder, decoder) == (8192, 5952)
-    assert row_lengths(Ul2Settings(pack_encoder=10**9), 100) == (10**9, 726_024_512)
-    assert row_lengths(Ul2Settings(pack_encoder=5, pack_decoder=7), 100) == (5, 7)
-    assert row_lengths(Ul2Settings(packing="pad", max_encoder_length=90, max_decoder_length=80), 100) == (90, 80)
+    short = Ul2Settings(max_seq_length=96, max_encoder_length=96, max_decoder_length=64)
+    assert row_lengths(replace(short, pack_encoder=10**9), 16) == (10**9, 722_089_216)
+    assert row_lengths(replace(short, pack_encoder=5, pack_decoder=7), 16) == (5, 7)
+    assert row_lengths(replace(short, packing="pad"), 16) == (96, 64)
     padding = 1 - sizes.sum(0) / (len(packed) * np.array([encoder, decoder]))
     assert padding.mean() < 0.075, padding
 
