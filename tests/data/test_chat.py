@@ -11,6 +11,7 @@ import pytest
 from program import modules_after
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from forgather_cli.data.chat import sandbox
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.errors import DataError
 
@@ -260,7 +261,7 @@ def test_whether_tools_are_shown() -> None:
 def test_a_template_that_took_too_long_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     template = ChatTemplate(PLAIN, {})
     for seconds in (-1.0, 60.0):
-        monkeypatch.setattr("forgather_cli.data.chat.sandbox.RENDERING_SECONDS", seconds)
+        monkeypatch.setattr(sandbox, "RENDERING_SECONDS", seconds)
         with pytest.raises(DataError, match=r"refuses these messages \(it has not come to its end"):
             template.render(TALK)
 

@@ -466,6 +466,7 @@ def test_a_submission_has_one_answer_however_often_it_comes() -> None:
     with pytest.raises(WireError, match="max_change") as caught:
         made.worker(c.generation, 0.0)
     assert caught.value.code == "evicted"
+    assert made.answered(a, 0, ["a0"]) == ("counted", "")
     with pytest.raises(WireError, match="round 4: is not open"):
         made.answered(a, 4, ["a0"])
 
@@ -702,6 +703,9 @@ def test_a_fragment_counts_all_that_was_trained_since_its_last_exchange() -> Non
     assert weights(made, a=10, b=30) == [0.25, 0.75]
     assert weights(made, a=10, b=30) == [0.25, 0.75]
     assert weights(made, a=50, b=50) == [0.4285714328289032, 0.5714285969734192]
+    offered = made.offer(made.registry.workers["a"], 0)
+    assert offered is not None
+    assert offered["weights"] == [3, 2], "the rounds that have made each fragment"
     made = two(num_fragments=2, weighting="equal")
     assert weights(made, a=10, b=30) == [0.5, 0.5]
     made = rounds(workers=1)
