@@ -126,6 +126,7 @@ def test_list_says_what_there_is(tmp_path: Path) -> None:
     assert [i.problem is None for i in found] == [True, True, False, True, False]
     assert found[2].problem == "state.json is missing"
     assert "no manifest.json" in (found[4].problem or "")
+    assert (found[4].world_size, found[4].rollbacks) == (0, 0)
     first = found[0]
     files = [p for p in first.path.rglob("*") if p.is_file()]
     assert first.size_bytes == sum(p.stat().st_size for p in files)
@@ -170,6 +171,14 @@ def test_what_no_version_until_now_has_written_is_not_deleted_with_what_a_rollba
     assert (run.checkpoint_steps(), saving.debris(run)) == ([1, 2, 3, 6], [])
 
 
+def test_best_is_what_the_newest_rule_says(tmp_path: Path) -> None:
+    for step, metric in ((1, "loss"), (2, "loss"), (3, "eval_loss")):
+        saver = saving.checkpointer(tmp_path, metric_for_best_model=metric)
+        saving.save(saver, step, metrics={"loss": float(step), "eval_loss": 4.0 - step})
+    for rule, best in ((None, 3), (BestBy("loss", False), 1)):
+        assert [info.step for info in list_checkpoints(RunDir(tmp_path), rule) if info.best] == [best]
+
+
 def test_a_name_is_given_back_to_what_was_replaced_alone(tmp_path: Path) -> None:
     clean(RunDir(tmp_path / "none"))
     run = saving.saved_run(tmp_path, 1, 2)
@@ -203,6 +212,8 @@ def test_an_edit_is_pending_until_the_next_start(tmp_path: Path) -> None:
         assert pending(run) is None
     saving.saved_run(tmp_path, 3, info=record(run, {"a": 3}, {}))
     assert pending(run) == (run.checkpoint(3), {"a": 3})
+    run.later_config(3).touch()
+    assert pending(run) is None
 
 
 def test_listing_and_verifying_do_not_import_torch(tmp_path: Path) -> None:
