@@ -114,8 +114,10 @@ def test_sizes_of_tensors() -> None:
 
 
 @pytest.mark.parametrize("length", range(8))
-def test_data_begins_at_a_multiple_of_eight(length: int) -> None:
+def test_data_begins_at_a_multiple_of_eight(length: int, tmp_path: Path) -> None:
     file = TensorFile("x", (TensorSpec("b" * length, "F32", (3,)), TensorSpec("c", "F32", (2,))))
+    (tmp_path / "x").write_bytes(file.header + bytes(20))
+    assert {name: at for name, (_, at) in read_header(tmp_path / "x").items()} == file.offsets
     begin = 8 + int.from_bytes(file.header[:8], "little")
     text = file.header[8:].decode()
     assert (begin, begin % 8, len(text) - len(text.rstrip()) < 8) == (len(file.header), 0, True)
