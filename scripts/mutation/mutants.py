@@ -35,6 +35,7 @@ _SHARDED = (
 )
 _TEMPLATE = " ".join(f"data/test_masks.py::test_{name}" for name in (
     "families", "a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhere",
+    "a_loop_over_numbers_tells_as_much_though_a_turn_is_shown_otherwise_once_another_follows",
     "results_may_be_written_with_the_call_and_tools_with_the_last_question",
     "blocks_where_they_stand_are_those_of_transformers",
     "blocks_that_are_written_elsewhere_are_found_where_transformers_masks_what_is_not_theirs",

@@ -183,6 +183,15 @@ def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhe
     assert marked(*ChatTemplate(silent, {}).render_spans(TALKS["empty"])) == ("<user>a?<e><user>c?<e><assistant>⟦d<e>⟧")
 
 
+def test_a_loop_over_numbers_tells_as_much_though_a_turn_is_shown_otherwise_once_another_follows() -> None:
+    over, turn = "for m in messages %}", "{% if m.role == 'assistant' %}"
+    numbers = FAMILIES["qwen3"].replace(
+        over + turn, "for i in range(messages | length) %}{% set m = messages[i] %}" + turn
+    )
+    expected = {talk: text for (name, talk), text in by_hand().items() if name == "qwen3" and talk != "ends alike"}
+    assert {talk: marked(*ChatTemplate(numbers, TOKENS).render_spans(TALKS[talk])) for talk in expected} == expected
+
+
 def test_results_may_be_written_with_the_call_and_tools_with_the_last_question() -> None:
     ahead = """\
 {%- for m in messages %}{% if m.role == 'assistant' %}{{ '<A>' }}SHOWN{{ '<e>' }}

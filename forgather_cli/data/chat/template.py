@@ -313,7 +313,7 @@ class _Made:
         now: dict[int, tuple[int, int]] = {}  # of each loop the step that goes on: its item, its place
         found: dict[int, list[Span]] = {}
         for loop, place, item in self._trace.steps:
-            last, since = now.get(loop, (0, 0))
+            last, since = now.get(loop, (item, place))
             if last in numbers and self._places[since] < self._places[place]:
                 found.setdefault(numbers[last], []).append((self._places[since], self._places[place]))
             now[loop] = item, place
