@@ -180,6 +180,11 @@ def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhe
         "{% for m in messages %}{% if m.content %}{{ '<' + m.role + '>' + m.content + '<e>' }}{% endif %}{% endfor %}"
     )
     silent += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    spans_of_all = ChatTemplate(silent, {}).render_spans(TALKS["empty"], train_on="all", unlearned=frozenset([1]))
+    assert marked(*spans_of_all) == "⟦<user>a?<e>⟧⟦<user>c?<e><assistant>d<e>⟧"
+    ahead = "{{ messages[0].content }};{% for m in messages[1:] %}<{{ m.role }}>{{ m.content }}{% endfor %}[end]"
+    spans_of_all = ChatTemplate(ahead, {}).render_spans(TALKS["system"], train_on="all", unlearned=frozenset([0]))
+    assert marked(*spans_of_all) == "S;⟦<user>a?<assistant>b[end]⟧"
     assert marked(*ChatTemplate(silent, {}).render_spans(TALKS["empty"])) == ("<user>a?<e><user>c?<e><assistant>⟦d<e>⟧")
 
 
