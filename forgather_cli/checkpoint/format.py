@@ -113,7 +113,7 @@ def _entry(name: str, entry: dict[str, Any]) -> tuple[TensorSpec, int]:
 
 
 def is_finite(content: memoryview, dtype: str) -> bool:
-    """False if the bytes of whole numbers of a floating ``dtype`` hold NaN or an infinity.
+    """False if the bytes of numbers of a floating ``dtype``, the last perhaps cut, hold NaN or an infinity.
 
     As fast as with numpy, which looking at a checkpoint does not import; slower where numbers of 1e38 and more abound.
     """
@@ -152,7 +152,6 @@ class FiniteScan:
             item = ITEM_BYTES[spec.dtype]
             start = max(begin, begin - (begin - offset) // item * item)  # whole numbers only: ours are aligned
             stop = min(end, begin + spec.num_bytes)
-            stop -= (stop - begin) % item
             if start < stop and not is_finite(content[start - offset : stop - offset], spec.dtype):
                 self.found[spec.name] = None
 

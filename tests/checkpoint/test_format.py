@@ -144,6 +144,7 @@ def test_the_limit_of_a_file_is_that_of_hugging_face(size: int, files: int) -> N
 
 
 X, Y, Z = TensorSpec("x", "F32", (10,)), TensorSpec("y", "F32", (6,)), TensorSpec("z", "F32", (5, 3))
+V, W = TensorSpec("v", "F32", (1000,)), TensorSpec("w", "F32", (600,))
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,8 @@ X, Y, Z = TensorSpec("x", "F32", (10,)), TensorSpec("y", "F32", (6,)), TensorSpe
         ([whole(Z)] * 4, [[("z", 0, 1)], [("z", 1, 1)], [("z", 2, 2)], [("z", 4, 1)]]),
         # 60 bytes of one rank's own, 40 of another's: what three hold fills the others up
         ([whole(Z, Y), whole(X, Y), whole(Y)], [[("z", 0, 5)], [("x", 0, 10)], [("y", 0, 6)]]),
-        ([whole(X), whole(Y, X), whole(X)], [[("x", 0, 5)], [("y", 0, 6)], [("x", 5, 5)]]),
+        ([whole(V), whole(W, V), whole(V)], [[("v", 0, 500)], [("w", 0, 600)], [("v", 500, 500)]]),
+        ([whole(X, Y)] * 3, [[("x", 0, 5)], [("x", 5, 5), ("y", 0, 1)], [("y", 1, 5)]]),
         ([[Piece(X, 5, 5), *whole(Y)], [Piece(X, 0, 5), *whole(Y)]],
          [[("x", 5, 5), ("y", 0, 3)], [("x", 0, 5), ("y", 3, 3)]]),
         ([whole(D), whole(D)], [[], []]),
