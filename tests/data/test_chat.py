@@ -193,6 +193,7 @@ def test_templates_that_do_not_tell_are_refused() -> None:
     shuffled = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content | upper }}{% endfor %}"
     with pytest.raises(DataError, match=r"where the assistant's turn in message 2 begins; put {% generation %}"):
         ChatTemplate(shuffled, {}).render_spans(TALK)
+    assert ChatTemplate(shuffled, {}).ends_of_turns is None
     for unlearned, told in ((0, "where message 1 ends, of which"), (3, "turn in message 4 begins;")):
         with pytest.raises(DataError, match=told):
             ChatTemplate(shuffled, {}).render_spans(TALK, train_on="all", unlearned=frozenset([unlearned]))
