@@ -675,6 +675,8 @@ def test_what_a_worker_without_a_round_waits_for() -> None:
     made = rounds()
     assert (made.waited_for(), made.needed()) == ([], {0})
     join(made, "a"), join(made, "b")
+    with pytest.raises(WireError, match="round 0: is not open"):
+        made.answered(made.registry.workers["a"], 0, ["a0"])
     step(made, 0.0)
     assert (made.waited_for(), made.needed()) == (["a", "b"], {0})
     assert made.why_waiting() == "round 0 waits for a, b"
