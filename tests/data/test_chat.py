@@ -256,6 +256,8 @@ def test_what_is_learned_where_blocks_stand_side_by_side_or_in_one_another() -> 
     assert spans(f"{begin}{each}>{end}", talk[1:2]) == [(0, 3)]
     assert spans("{{ m.content }}", talk[1:]) == [(0, 2)]
     assert spans("{{ m.content }}", talk, train_on="all") == [(0, 5)]
+    alike = [says("user", "ab"), says("assistant", "ab")]
+    assert spans("{{ m.content }}", alike, train_on="all", unlearned=frozenset([0])) == [(2, 4)]
 
 
 def test_whether_tools_are_shown() -> None:
