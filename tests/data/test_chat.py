@@ -194,6 +194,9 @@ def test_templates_that_do_not_tell_are_refused() -> None:
     with pytest.raises(DataError, match=r"where the assistant's turn in message 2 begins; put {% generation %}"):
         ChatTemplate(shuffled, {}).render_spans(TALK)
     assert ChatTemplate(shuffled, {}).ends_of_turns is None
+    backwards = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    with pytest.raises(DataError, match="the assistant's turn in message 4 ends;"):
+        ChatTemplate(backwards, {}).render_spans(TALK)
     for unlearned, told in ((0, "where message 1 ends, of which"), (3, "turn in message 4 begins;")):
         with pytest.raises(DataError, match=told):
             ChatTemplate(shuffled, {}).render_spans(TALK, train_on="all", unlearned=frozenset([unlearned]))

@@ -176,6 +176,8 @@ def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhe
     talk = [assistant("h"), user("a?"), assistant("b")]
     assert spans("qwen3", talk) == "<s>assistant\n⟦h<e>⟧\n<s>user\na?<e>\n<s>assistant\n⟦<think>\n\n</think>\n\nb<e>⟧\n"
     assert spans("alpaca", talk).startswith("### Response:\n⟦h\n\n⟧### Instruction")
+    line = FAMILIES["alpaca"].replace("SHOWN", SHOWN).replace("{{ eos_token }}", "{{ eos_token + '\n' }}")
+    assert marked(*ChatTemplate(line, TOKENS).render_spans(talk)).endswith("### Response:\n⟦b</s>⟧\n")
     silent = (
         "{% for m in messages %}{% if m.content %}{{ '<' + m.role + '>' + m.content + '<e>' }}{% endif %}{% endfor %}"
     )

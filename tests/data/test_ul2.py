@@ -61,7 +61,7 @@ def t5(window: list[int], span: float, corruption: float, draws: np.random.Gener
     return source, [*target, 99]
 
 
-@pytest.mark.parametrize(("span", "corruption"), [(3.0, 0.15), (12.0, 0.5), (32.0, 0.15), (2.0, 0.5)])
+@pytest.mark.parametrize(("span", "corruption"), [(3.0, 0.15), (12.0, 0.5), (32.0, 0.15), (2.0, 0.5), (2.0, 0.9)])
 def test_spans_are_those_of_t5(span: float, corruption: float) -> None:
     denoiser = DenoiserSettings(name="only", prefix="[R]", mean_span=span, corruption=corruption)
     for length in (2, 3, 7, 40):
