@@ -167,6 +167,11 @@ def test_ranks_write_what_they_hold_in_equal_shares(held: list[list[Piece]], wri
     assert [[(p.spec.name, p.start, p.rows) for p in pieces] for pieces in made.writes] == writes
 
 
+def test_shares_are_all_rows_though_floats_cannot_count_them() -> None:
+    made = plan([whole(TensorSpec("a", "U8", (2**60 + 1,)))] * 3, "m", max_bytes=2**61)
+    assert sum(piece.rows for pieces in made.writes for piece in pieces) == 2**60 + 1
+
+
 def test_the_header_is_for_the_rank_that_writes_the_first_byte() -> None:
     made = plan([[Piece(X, 5, 5)], [Piece(X, 0, 5), *whole(Y)]], "m")
     (file,) = made.files

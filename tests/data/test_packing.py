@@ -156,6 +156,7 @@ def test_best_fit_packs_tightly_and_loses_nothing() -> None:
     assert fill.max() <= 64
     assert fill.sum() == lengths.sum()
     assert fill.mean() / 64 > 0.99
+    assert [part.tolist() for part in best_fit(np.array([1]), 8)] == [[0], [0, 1]]
     assert [part.tolist() for part in best_fit(np.array([3, 8, 5, 4, 4]), 8)] == [[1, 0, 2, 3, 4], [0, 1, 3, 5]]
 
 
