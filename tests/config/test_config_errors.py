@@ -458,6 +458,7 @@ class TestBatchPlan:
         assert batch_plan(run, 2) == BatchPlan(48, 8, 3)
         assert batch_plan(run, 3) == BatchPlan(48, 8, 2)
         assert batch_plan(run, 1, multiple_of=6) == BatchPlan(48, 6, 8)
+        assert batch_plan(RunSettings(global_batch_size=11), 1) == BatchPlan(11, 1, 11)
 
     def test_without_it_the_parts_multiply(self) -> None:
         run = RunSettings(per_device_train_batch_size=4, gradient_accumulation_steps=3)
@@ -479,6 +480,18 @@ class TestBatchPlan:
                 1,
                 1,
                 ("gradient_accumulation_steps: 1", "global_batch_size=16", "per_device_train_batch_size=8"),
+            ),
+            (
+                RunSettings(global_batch_size=16, gradient_accumulation_steps=3),
+                1,
+                1,
+                ("gradient_accumulation_steps: 3",),
+            ),
+            (
+                RunSettings(global_batch_size=16, gradient_accumulation_steps=2),
+                1,
+                3,
+                ("gradient_accumulation_steps: 2",),
             ),
             (RunSettings(global_batch_size=14), 1, 4, ("global_batch_size: 14", "n_microbatches=4")),
             (RunSettings(), 1, 3, ("per_device_train_batch_size: 8", "n_microbatches=3", "6 or 9")),

@@ -12,7 +12,8 @@ from program import modules_after
 from test_masks import FAMILIES, PLAIN_TALKS, RIGHT
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from forgather_cli.data.chat.template import ChatTemplate
+from forgather_cli.data.chat import sandbox
+from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.errors import DataError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -42,6 +43,13 @@ def test_templates_that_do_not_tell_are_refused() -> None:
     shuffled = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content | upper }}{% endfor %}"
     with pytest.raises(DataError, match=r"where the assistant's turn in message 2 begins; put {% generation %}"):
         ChatTemplate(shuffled, {}).render_spans(TALK)
+    assert ChatTemplate(shuffled, {}).ends_of_turns is None
+    backwards = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }};{% endfor %}"
+    with pytest.raises(DataError, match="the assistant's turn in message 4 ends;"):
+        ChatTemplate(backwards, {}).render_spans(TALK)
+    for unlearned, told in ((0, "where message 1 ends, of which"), (3, "turn in message 4 begins;")):
+        with pytest.raises(DataError, match=told):
+            ChatTemplate(shuffled, {}).render_spans(TALK, train_on="all", unlearned=frozenset([unlearned]))
 
 
 @pytest.mark.parametrize(
@@ -91,6 +99,35 @@ def test_found_in_a_directory_as_transformers_finds_it(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% if")
     with pytest.raises(DataError, match=rf"^{tmp_path}: the chat template does not compile"):
         ChatTemplate.of(tmp_path)
+
+
+def test_what_is_learned_where_blocks_stand_side_by_side_or_in_one_another() -> None:
+    def spans(block: str, talk: list[dict[str, Any]], **more: Any) -> list[tuple[int, int]]:
+        return ChatTemplate("{% for m in messages %}" + block + "{% endfor %}", {}).render_spans(talk, **more)[1]
+
+    begin, end = "{% generation %}", "{% endgeneration %}"
+    each, talk = f"{begin}{{{{ m.content }}}}{end}", [says("user", "ab"), says("assistant", "cd"), says("user", "e")]
+    assert spans(each, talk) == [(0, 2), (2, 4), (4, 5)]
+    assert spans(each, talk, train_on="last") == [(2, 4)]
+    assert ChatTemplate(CHATML, {}).render_spans(talk[:1], train_on="last")[1] == []
+    assert spans(f"{begin}{each}>{end}", talk[1:2]) == [(0, 3)]
+    assert spans("{{ m.content }}", talk[1:]) == [(0, 2)]
+    assert spans("{{ m.content }}", talk, train_on="all") == [(0, 5)]
+    alike = [says("user", "ab"), says("assistant", "ab")]
+    assert spans("{{ m.content }}", alike, train_on="all", unlearned=frozenset([0])) == [(2, 4)]
+
+
+def test_whether_tools_are_shown() -> None:
+    sources = ("{{ tools | tojson }}", "{{ messages | tojson }}")
+    assert [ChatTemplate(source, {}).shows_tools for source in sources] == [True, False]
+
+
+def test_a_template_that_took_too_long_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    for seconds in (-1.0, 60.0):
+        monkeypatch.setattr(sandbox, "RENDERING_SECONDS", seconds)
+        with pytest.raises(DataError, match=r"refuses these messages \(it has not come to its end"):
+            template.render(TALK)
 
 
 def test_needs_no_torch() -> None:

@@ -29,7 +29,8 @@ from forgather_cli.data.cache import Cache
 from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.text import tokenize
-from forgather_cli.data.text.tokenizer import train_bpe
+from forgather_cli.data.text.token_files import open_token_files
+from forgather_cli.data.text.tokenizer import load_tokenizer, train_bpe
 from forgather_cli.errors import ConfigError, DataError
 
 
@@ -361,6 +362,53 @@ def test_documents_of_token_files(tmp_path: Path, cache: str) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("values", "settings", "train", "held_out"),
+    [
+        ([1, 2, 0, 3, 0, 4, 5, 6, 0, 7], {"eval_fraction": 0.5}, [0, 3, 5], [0, 4, 5]),
+        ([0, 1, 2, 3, 4, 5, 6, 7, 0, 0], {"eval_fraction": 0.5}, [0, 1], [0, 8, 9]),
+        ([1, 2, 3, 0, 5, 6, 7, 8, 9, 0], {"eval_fraction": 0.9}, [0, 4], [0, 6]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 0], {"eval_fraction": 0.3}, [0, 7], [0, 3]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 9], {"eval_fraction": 0.01}, [0, 9], [0, 1]),
+        ([1, 2, 3, 4], {"eval_fraction": 0.75}, [0, 1], [0, 3]),
+        ([0, 0, 0, 0], {"eval_fraction": 0.0}, [0, 1, 2, 3, 4], []),
+        ([1, 2, 0, 3], {"eval_files": ["b.npy"]}, [0, 3, 4], [0, 1, 3]),
+    ],
+)
+def test_documents_end_behind_their_separator_and_evaluation_begins_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    values: list[int],
+    settings: Any,
+    train: list[int],
+    held_out: list[int],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = [0, 200, 0] if "eval_files" in settings else []
+    write_bin(Path("a.bin"), values[:3])
+    write_bin(Path("c.bin"), values[3:])
+    np.save("b.npy", np.array(more, np.int64))
+    option = tokens("cache", Path("a.bin"), Path("c.bin"), document_separator=0, **settings)
+    told: list[tuple[int, int]] = []
+    cache = Cache("cache", lambda done, total: told.append((done, total)))
+    made = open_token_files(option, load_tokenizer("bytes"), cache)
+    borders, read = [], []
+    for split in made.splits().values():
+        assert split.documents is not None
+        borders.append(split.documents.array.tolist())
+        split.tokens.read(0, ids := np.empty(len(split.tokens), np.int64))
+        read += ids.tolist()
+    assert (borders, read) == ([train, held_out] if held_out else [train], values + more)
+    assert (made.meta["smallest"], made.meta["largest"]) == (0, max(values + more))
+    size = 2 * len(values) + 8 * len(more)
+    assert [done for done, _ in told] == [*sorted({6, 2 * len(values), size}), size]
+
+
+def test_indexes_of_before_are_used_again(cache: str, tmp_path: Path) -> None:
+    data = load(tokens(cache, write_bin(tmp_path / "a.bin", [1] * 20), document_separator=1))
+    assert data.fingerprint == "81d82cf56c088ea76fa33001c7e1db91"
+
+
 def test_own_eval_files_of_tokens(tmp_path: Path, cache: str) -> None:
     train, held_out = write_bin(tmp_path / "a.bin", [1] * 20), write_bin(tmp_path / "b.bin", [2] * 9)
     data = load(tokens(cache, train, eval_files=[str(held_out)]))
@@ -372,12 +420,13 @@ def test_own_eval_files_of_tokens(tmp_path: Path, cache: str) -> None:
 @pytest.mark.parametrize(
     ("values", "dtype", "settings", "message"),
     [
-        ([1, 300], "uint16", {}, r"token id 300 is outside the vocabulary of data\.tokenizer \(257 ids\)"),
-        ([1, -5], "int32", {"token_dtype": "int32"}, r"token id -5 is outside the vocabulary"),
+        ([1, 257], "uint16", {}, r"token id 257 is outside the vocabulary of data\.tokenizer \(257 ids\)"),
+        ([1, -1], "int32", {"token_dtype": "int32"}, r"token id -1 is outside the vocabulary"),
         ([1] * 50, "uint16", {"packing": "pad"}, r"data\.packing=pad: .* data\.document_separator .*token is 256"),
         ([1] * 50, "uint16", {"isolate_documents": True}, r"data\.isolate_documents=true: nothing marks the documents"),
         ([1] * 5, "uint16", {"eval_fraction": 0.0}, r"data\.seq_len: 8 is longer than the training split of 5 tokens"),
         ([], "uint16", {}, "no tokens in 1 files"),
+        ([1], "uint16", {"eval_fraction": 0.5}, "leaves nothing to train on"),
         ([1] * 9, "uint8", {}, r"9 bytes are no multiple of 2; set data\.token_dtype"),
         ([1] * 9, "uint16", {"tokenizer": "bpe"}, "bpe is trained on text"),
     ],
@@ -394,10 +443,12 @@ def test_files_that_hold_no_tokens(tmp_path: Path, cache: str) -> None:
     (tmp_path / "a.txt").write_text("x")
     np.save(tmp_path / "a.npy", np.zeros(10))
     (tmp_path / "b.npy").write_bytes(b"none")
+    np.save(tmp_path / "c.npy", np.ones((3, 4), np.int32, "F"))
     for name, message in (
         ("a.txt", "are .bin or .npy"),
         ("a.npy", "integers, got float64"),
         ("b.npy", "cannot be read"),
+        ("c.npy", "C-ordered array of integers"),
     ):
         with pytest.raises(DataError, match=message):
             load(tokens(cache, tmp_path / name))

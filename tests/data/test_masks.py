@@ -177,11 +177,27 @@ def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhe
     talk = [assistant("h"), user("a?"), assistant("b")]
     assert spans("qwen3", talk) == "<s>assistant\n⟦h<e>⟧\n<s>user\na?<e>\n<s>assistant\n⟦<think>\n\n</think>\n\nb<e>⟧\n"
     assert spans("alpaca", talk).startswith("### Response:\n⟦h\n\n⟧### Instruction")
+    line = FAMILIES["alpaca"].replace("SHOWN", SHOWN).replace("{{ eos_token }}", "{{ eos_token + '\n' }}")
+    assert marked(*ChatTemplate(line, TOKENS).render_spans(talk)).endswith("### Response:\n⟦b</s>⟧\n")
     silent = (
         "{% for m in messages %}{% if m.content %}{{ '<' + m.role + '>' + m.content + '<e>' }}{% endif %}{% endfor %}"
     )
     silent += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    spans_of_all = ChatTemplate(silent, {}).render_spans(TALKS["empty"], train_on="all", unlearned=frozenset([1]))
+    assert marked(*spans_of_all) == "⟦<user>a?<e>⟧⟦<user>c?<e><assistant>d<e>⟧"
+    ahead = "{{ messages[0].content }};{% for m in messages[1:] %}<{{ m.role }}>{{ m.content }}{% endfor %}[end]"
+    spans_of_all = ChatTemplate(ahead, {}).render_spans(TALKS["system"], train_on="all", unlearned=frozenset([0]))
+    assert marked(*spans_of_all) == "S;⟦<user>a?<assistant>b[end]⟧"
     assert marked(*ChatTemplate(silent, {}).render_spans(TALKS["empty"])) == ("<user>a?<e><user>c?<e><assistant>⟦d<e>⟧")
+
+
+def test_a_loop_over_numbers_tells_as_much_though_a_turn_is_shown_otherwise_once_another_follows() -> None:
+    over, turn = "for m in messages %}", "{% if m.role == 'assistant' %}"
+    numbers = FAMILIES["qwen3"].replace(
+        over + turn, "for i in range(messages | length) %}{% set m = messages[i] %}" + turn
+    )
+    expected = {talk: text for (name, talk), text in by_hand().items() if name == "qwen3" and talk != "ends alike"}
+    assert {talk: marked(*ChatTemplate(numbers, TOKENS).render_spans(TALKS[talk])) for talk in expected} == expected
 
 
 def test_results_may_be_written_with_the_call_and_tools_with_the_last_question() -> None:

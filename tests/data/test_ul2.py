@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -57,7 +58,7 @@ def t5(window: list[int], span: float, corruption: float, draws: np.random.Gener
     return source, [*target, 99]
 
 
-@pytest.mark.parametrize(("span", "corruption"), [(3.0, 0.15), (12.0, 0.5), (32.0, 0.15), (2.0, 0.5)])
+@pytest.mark.parametrize(("span", "corruption"), [(3.0, 0.15), (12.0, 0.5), (32.0, 0.15), (2.0, 0.5), (2.0, 0.9)])
 def test_spans_are_those_of_t5(span: float, corruption: float) -> None:
     denoiser = DenoiserSettings(name="only", prefix="[R]", mean_span=span, corruption=corruption)
     for length in (2, 3, 7, 40):
@@ -80,6 +81,9 @@ def test_a_prefix_is_cut_between_a_fifth_and_four_fifths() -> None:
         assert target[-1] == 99
         assert source[1:-1] + target[1:-1] == list(range(50))
         shares.add(len(source) - 2)
+        (shortest,) = only.examples(np.arange(2), np.random.default_rng([number]))
+        assert lists(shortest) == ([90, 0, 100], [100, 1, 99])
+    assert only.examples(np.arange(1), np.random.default_rng(0)) == []
     assert min(shares) in range(10, 14)
     assert max(shares) in range(37, 41)
 
@@ -153,6 +157,23 @@ def test_every_token_of_a_window_is_in_one_example_that_fits() -> None:
         assert max(sizes) - min(sizes) <= 1, "pieces are equal"
         seen.add(examples[0].task)
     assert seen == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("span", "length", "sentinels", "source", "target", "pieces"),
+    [
+        (3.0, 40, 2, 37, 9, 1), (3.0, 40, 2, 36, 9, 2), (3.0, 40, 2, 37, 8, 2), (3.0, 60, 3, 96, 64, 1),
+        (3.0, 60, 2, 96, 64, 2), (3.0, 100, 2, 37, 9, 3), (None, 40, 1, 34, 34, 1), (None, 40, 1, 33, 34, 2),
+        (None, 40, 1, 34, 33, 2),
+    ],
+)  # fmt: skip
+def test_a_window_is_cut_into_the_fewest_pieces_that_fit(
+    span: float | None, length: int, sentinels: int, source: int, target: int, pieces: int
+) -> None:
+    denoiser = DenoiserSettings(name="only", prefix="[S]", mean_span=span)
+    limits = {"max_encoder_length": source, "max_decoder_length": target}
+    made = mixture(sentinels, denoisers=[denoiser], **limits).examples(np.arange(length), np.random.default_rng(0))
+    assert len(made) == pieces
 
 
 def rows(is_eval: bool = False, packing: Any = "best_fit") -> DenoisedRows:
@@ -254,6 +275,11 @@ def test_rows_are_full_on_both_sides() -> None:
     packed = best_fit_in_two(*sizes.T, encoder, decoder)
     assert sorted(number for row in packed for number in row) == list(range(len(examples)))
     assert all((sizes[row].sum(0) <= (encoder, decoder)).all() for row in packed)
+    assert (encoder, decoder) == (8192, 5952)
+    short = Ul2Settings(max_seq_length=96, max_encoder_length=96, max_decoder_length=64)
+    assert row_lengths(replace(short, pack_encoder=10**9), 16) == (10**9, 722_089_216)
+    assert row_lengths(replace(short, pack_encoder=5, pack_decoder=7), 16) == (5, 7)
+    assert row_lengths(replace(short, packing="pad"), 16) == (96, 64)
     padding = 1 - sizes.sum(0) / (len(packed) * np.array([encoder, decoder]))
     assert padding.mean() < 0.075, padding
 
@@ -269,8 +295,8 @@ def test_sentinels_follow_on_the_tokens_and_are_not_added_twice(tmp_path: Path) 
 
 
 def test_too_few_sentinels_and_too_short_sides_are_said() -> None:
-    with pytest.raises(DataError, match=r"max_encoder_length: 20, .*R_3_15"):
-        mixture(max_encoder_length=20)
+    with pytest.raises(DataError, match=r"max_encoder_length: 20, .* 32 tokens by denoiser R_3_15"):
+        mixture(2, max_encoder_length=20)
     option = Ul2Settings(max_seq_length=512, max_encoder_length=512, max_decoder_length=256)
     with pytest.raises(DataError, match=r"num_sentinel_tokens: 1 are too few for denoiser R_3_15.* set it to 2"):
         row_lengths(option, 1)

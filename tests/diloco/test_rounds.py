@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forgather_cli.config.schema import DilocoServerSettings
-from forgather_cli.diloco.ledger import Line, Submission, read_ledger, write_line
+from forgather_cli.diloco.ledger import Line, Submission, drop_lines, hashes_of, read_ledger, write_line
 from forgather_cli.diloco.registry import Registry
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.diloco.samples import first, merge, subtract, take
@@ -154,6 +156,7 @@ def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
     generation = made.registry.workers["b"].generation
     send(made, "a", 1.0)
     made.worker(made.registry.workers["a"].generation, 8.0)
+    assert made.evict(10.0) == []
     assert [worker.name for worker in made.evict(11.0)] == ["b"]
     line = step(made, 11.0)
     assert line.closed.evicted == ("b",)
@@ -163,6 +166,9 @@ def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
     assert caught.value.code == "fenced"
     join(made, "b", 12.0)
     assert made.answered(made.registry.workers["b"], 0, ["b0"]) == ("late", "round 0 has ended without it")
+    for number, message in ((1, "b is no member"), (2, "is not open"), (-1, "is not open")):
+        with pytest.raises(WireError, match=message):
+            made.answered(made.registry.workers["b"], number, ["b1"])
     send(made, "a", 13.0)
     line = step(made, 13.0)
     assert [member.worker for member in line.members] == ["a", "b"], "in its slot of before"
@@ -200,6 +206,7 @@ def test_where_all_are_gone_the_round_ends_empty_as_soon_as_somebody_comes() -> 
 def test_rejected_and_short_submissions_give_their_samples_back() -> None:
     made = opened()
     send(made, "a", rejected="it is not finite")
+    assert made.answered(made.registry.workers["a"], 0, ["a0"]) == ("rejected", "it is not finite")
     send(made, "b", used=6)
     line = step(made, 0.0)
     assert [sent.worker for sent, _ in line.closed.submissions] == ["b"]
@@ -373,6 +380,8 @@ def test_the_largest_change_goes_where_the_sum_cannot_be_held() -> None:
     made = opened(quorum=1)
     send(made, "a", norms=(3.0,)), send(made, "b", norms=(29.0,))
     closed = made.close(0.0, SIZES)
+    assert made.offer(made.registry.workers["a"], -1) is None, "the round has ended"
+    assert made.why_waiting() == "round 0 is being computed"
     closed = made.without_largest()
     ((who, why),) = closed.rejected
     assert (who, "fp32" in why) == ("b", True)
@@ -411,6 +420,7 @@ def test_a_submission_has_one_answer_however_often_it_comes() -> None:
     with pytest.raises(WireError, match="max_change") as caught:
         made.worker(c.generation, 0.0)
     assert caught.value.code == "evicted"
+    assert made.answered(a, 0, ["a0"]) == ("counted", "")
     with pytest.raises(WireError, match="round 4: is not open"):
         made.answered(a, 4, ["a0"])
 
@@ -434,7 +444,8 @@ def test_a_submission_names_only_samples_that_it_was_given() -> None:
         ({"tokenizer": "t2"}, "refused", "tokenizer: has"),
         ({"stated": {"sync_every": 3}}, "refused", "sync_every: is 3 at c, 2 at the server"),
         ({"round": 0, "parent": "f" * 64}, "refused", r"stands on round 0 \(ffffffffffff\)"),
-        ({"name": "a", "secret": "thief"}, "held", "a: another worker has this id"),
+        ({"name": "a", "secret": "thief"}, "held", r"a: another worker has this id \(process 0 on , heard of 1 s ago"),
+        ({"name": "a", "secret": "thief", "now": 120.0}, "held", "until it is silent for 120 s"),
     ],
 )
 def test_who_may_not_register(more: dict[str, Any], code: str, message: str) -> None:
@@ -484,9 +495,50 @@ def test_the_ledger_is_the_state_and_a_torn_line_is_cut(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
     again = Rounds(made.settings, initial="i", model=MODEL, ledger=read_ledger(path), registry=made.registry)
     assert (again.line, again.slots, again.tokens) == (made.line, made.slots, made.tokens)
-    path.write_bytes(whole.replace(b'"targets":10', b'"targets":11'))
-    with pytest.raises(SetupError, match="line 2 does not follow"):
-        read_ledger(path)
+    assert whole.count(b'"why"') == 1
+    for wrong, message in (
+        (whole.replace(b'"targets":10', b'"targets":11'), "2 does not follow"),
+        (whole + b"1\n", "3 is no"),
+    ):
+        path.write_bytes(wrong)
+        with pytest.raises(SetupError, match=f"line {message}"):
+            read_ledger(path)
+
+
+def test_lines_are_on_disk_elsewhere_before_they_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, dropped, made = tmp_path / "rounds.jsonl", tmp_path / "dropped.jsonl", opened()
+    for _ in range(2):
+        send(made, "a"), send(made, "b")
+        step(made, 0.0)
+    for line in made.lines:
+        write_line(path, line)
+    assert (hashes_of(dropped), read_ledger(dropped)) == (set(), [])
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    lines = path.read_bytes().splitlines(keepends=True)
+    for kept in (2, 1):
+        drop_lines(path, kept, dropped)
+        assert path.read_bytes() == b"".join(lines[:kept])
+    assert dropped.read_bytes() == lines[2] + lines[1]
+    assert synced == [len(lines[2]), len(lines[2] + lines[1])]
+    assert hashes_of(dropped) == {line.hash for line in made.lines[1:]}
+    write_line(path, made.lines[1])
+    assert synced[-1] == path.stat().st_size == len(lines[0] + lines[1])
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_line_that_a_disk_does_not_take_whole_leaves_nothing(tmp_path: Path, before: int) -> None:
+    path, made, limits = tmp_path / "rounds.jsonl", opened(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for _ in range(before):
+        write_line(path, made.lines[0])
+    size = path.stat().st_size if before else 0
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, limits[1]))
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            write_line(path, made.lines[0])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.stat().st_size == size
 
 
 def test_with_overlap_samples_are_given_ahead_and_what_is_left_stays() -> None:
@@ -532,6 +584,10 @@ def test_with_dylu_the_slower_worker_gets_fewer_steps() -> None:
     send(made, "b")
     line = step(made, 0.0)
     assert [member.steps for member in line.members] == [10, 2]
+    made.registry.workers["b"].speed = 0.01
+    send(made, "b")
+    line = step(made, 0.0)
+    assert [member.steps for member in line.members] == [10, 1]
     with pytest.raises(WireError, match="dylu"):
         join(rounds(), "a", dylu=True)
 
@@ -539,3 +595,100 @@ def test_with_dylu_the_slower_worker_gets_fewer_steps() -> None:
 def test_a_server_that_has_lost_rounds_takes_workers_back_if_it_is_told_to() -> None:
     made = opened(rewind=True)
     assert made.register("a", "a", batch=4, model=MODEL, now=1.0, round=7, parent="f" * 64)[1] == "rewound"
+
+
+def test_where_a_worker_stands_that_comes_back() -> None:
+    made = opened()
+    stands: dict[str, Any] = {"batch": 4, "model": MODEL, "now": 1.0, "parent": made.lines[0].hash}
+    for leaves, last in ((True, 0), (False, None)):
+        assert made.register("a", "a", **stands, round=0, leaves=leaves)[1] == "known"
+        assert made.registry.workers["a"].last_round == last
+    for number in (-1, 1, None):
+        with pytest.raises(WireError, match=rf"stands on round {number} .* it has round 0 "):
+            made.register("a", "a", **stands, round=number)
+    again = Rounds(made.settings, initial="i", model=MODEL, dropped={"f" * 64})
+    assert again.register("a", "a", **{**stands, "parent": "f" * 64}, round=0, leaves=True)[1] == "rewound"
+    assert again.registry.workers["a"].last_round is None
+    made.registry.workers["b"].left = True
+    join(made, "b", secret="another"), join(made, "b", secret="another")
+    generations = [join(made, f"c{number}") for number in range(64)]
+    assert max(generations).bit_length() == 52  # but in one case of 2**64
+
+
+def test_what_a_worker_without_a_round_waits_for() -> None:
+    made = rounds()
+    assert (made.waited_for(), made.needed()) == ([], {0})
+    join(made, "a"), join(made, "b")
+    with pytest.raises(WireError, match="round 0: is not open"):
+        made.answered(made.registry.workers["a"], 0, ["a0"])
+    step(made, 0.0)
+    assert (made.waited_for(), made.needed()) == (["a", "b"], {0})
+    assert made.why_waiting() == "round 0 waits for a, b"
+    send(made, "a")
+    assert made.why_waiting() == "round 0 waits for b"
+    send(made, "b")
+    assert made.why_waiting() == "round 0 waits for its end"
+    for worker in made.registry.workers.values():
+        worker.last_round = 0
+    line = step(made, 0.0)
+    assert (line, made.needed()) == (made.line, {0, 1})
+    assert made.why_waiting() == "round 1 waits for workers: all have left"
+
+
+def weights(made: Rounds, **targets: int) -> list[float]:
+    for name, count in targets.items():
+        send(made, name, targets=count)
+    closed = made.close(0.0, SIZES)
+    made.append(made.opening("t"), 0.0)
+    return [weight for _, weight in closed.submissions]
+
+
+def test_a_fragment_counts_all_that_was_trained_since_its_last_exchange() -> None:
+    made = opened(num_fragments=2)
+    assert weights(made, a=10, b=30) == [0.25, 0.75]
+    assert weights(made, a=10, b=30) == [0.25, 0.75]
+    assert weights(made, a=50, b=50) == [0.4285714328289032, 0.5714285969734192]
+    offered = made.offer(made.registry.workers["a"], 0)
+    assert offered is not None
+    assert offered["weights"] == [3, 2], "the rounds that have made each fragment"
+    made = opened(num_fragments=2, weighting="equal")
+    assert weights(made, a=10, b=30) == [0.5, 0.5]
+    made = rounds(workers=1)
+    join(made, "a")
+    step(made, 0.0)
+    assert (weights(made, a=1), weights(made, a=0)) == ([1.0], [0.0])
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_weights_that_begin_at_zero_may_grow(fragments: int) -> None:
+    for norm, said in ((20.0, 0), (20.1, 1)):
+        made = rounds(workers=1, num_fragments=fragments)
+        join(made, "a")
+        step(made, 0.0)
+        send(made, "a", norms=(norm,))
+        closed = made.close(0.0, [(0.0, 100)] * fragments)
+        assert closed is not None
+        assert len(closed.rejected) == said
+        assert [("of fragment 0" in why) for _, why in closed.rejected] == [fragments > 1] * said
+
+
+def test_samples_that_are_left_may_be_more_than_a_round_takes() -> None:
+    made = opened()
+    join(made, "a", batch=2)
+    send(made, "a", used=0), send(made, "b")
+    line = step(made, 0.0)
+    assert (given(line), line.cursor) == ({"a": ((0, 8),), "b": ((16, 24),)}, 24)
+
+
+def test_in_async_mode_one_round_ends_at_a_time() -> None:
+    made = opened(mode="async")
+    send(made, "b"), send(made, "a")
+    for name in "ba":
+        closed = made.close(0.0, SIZES)
+        assert closed is not None
+        assert [sent.worker for sent, _ in closed.submissions] == [name]
+        if name == "b":
+            offered = made.offer(made.registry.workers["a"], -1)
+            assert offered is not None
+            assert offered["round"] == 0, "which goes on meanwhile"
+        made.append(made.opening("t"), 0.0)

@@ -20,8 +20,10 @@ from forgather_cli.config.schema import (
     MuonSettings,
     SchedulerOption,
     Target,
+    TransformersScheduleSettings,
     WSDSettings,
 )
+from forgather_cli.documents.fields import FieldError
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.schedules import Schedule, TorchSchedule, build_schedule, schedule_factor
@@ -171,6 +173,21 @@ def test_infinite_anneals_from_where_it_stands_in_the_cooldown():
     assert rates[5:] == pytest.approx([middle * p for p in (1, 0.8, 0.6, 0.4, 0.2, 0)])
 
 
+@pytest.mark.parametrize(
+    ("option", "total", "rates"),
+    [
+        (InfiniteSettings(cooldown_steps=0, constant_lr_ratio=0.3), 9, [0.3, 0.3]),
+        (InfiniteSettings(cooldown_steps=1, constant_lr_ratio=0.3), 9, [1.0, 0.3]),
+        (InverseSqrtSettings(), 9, [1.0, 0.5**0.5, 3**-0.5, 0.5]),
+        (ConstantSettings(warmup_steps=1), 9, [1.0, 1.0]),
+        (LinearSettings(warmup_steps=2), 2, [0.5, 1.0, 1.0, 0.0]),
+        (TransformersScheduleSettings(name="linear", warmup_steps=2), 2, [0.0, 0.5, 0.0]),
+    ],
+)
+def test_shapes_of_few_steps(option: SchedulerOption, total: int, rates: list[float]):
+    assert curve(option, total=total, length=len(rates)) == pytest.approx(rates)
+
+
 def test_warmup_below_one_is_a_fraction_of_all_steps():
     assert curve(ConstantSettings(warmup_steps=0.07), total=100) == curve(ConstantSettings(warmup_steps=7), total=100)
     assert curve(ConstantSettings(warmup_steps=0.5), total=3)[:3] == [0.5, 1.0, 1.0]  # 1.5 steps rounded up
@@ -188,6 +205,10 @@ def test_a_warmup_that_never_ends_is_said_in_one_line(caplog: pytest.LogCaptureF
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert all(word in record.message for word in ("warmup_steps", "11", "10"))
+    build_schedule(ConstantSettings(warmup_steps=11), adamw(lr=0.5), total_steps=0)
+    assert len(caplog.records) == 1
+    build_schedule(ConstantSettings(warmup_steps=2), adamw(lr=0.5), total_steps=1)
+    assert len(caplog.records) == 2
 
 
 # -------------------------------------------------------------------------------------------------------- mistakes
@@ -238,6 +259,8 @@ def test_schedule_around_a_bare_torch_optimizer():
     assert optimizer.param_groups[0]["lr"] == 0.5
     schedule.step()
     assert schedule.get_last_lr() == [0.4]
+    parts = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (0.1, 0.2, 0.3)]
+    assert Schedule(torch.optim.SGD(parts), lambda step: 1.0).learning_rate() == 0.1
 
 
 # ----------------------------------------------------------------------------------------- schedulers from elsewhere
@@ -329,6 +352,57 @@ def test_wrapped_scheduler_of_the_user():
     optimizer.step()
     schedule.step()
     assert schedule.get_last_lr() == [0.5]
+    steps = LambdaStep()
+    schedule = Schedule.wrap([steps])
+    schedule.step()
+    assert (schedule.learning_rate(), schedule.get_last_lr()) == (0.5, [0.5, 0.25])
+    schedule.load_state_dict({"schedulers": [{"steps": 3}], "initial_lr": [[]]})
+    assert schedule.state_dict() == {"schedulers": [{"steps": 3}], "initial_lr": [[]]}
+
+
+class LambdaStep:
+    """A scheduler whose optimizer is not where torch's have it."""
+
+    steps = 0
+
+    def step(self) -> None:
+        self.steps += 1
+
+    def get_last_lr(self) -> list[float]:
+        return [0.5**self.steps, 0.25**self.steps]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def test_a_learning_rate_in_a_tensor_stays_there():
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.AdamW(small_model().parameters(), lr=rate, foreach=False)
+    schedule = Schedule.wrap(torch_schedulers.StepLR(optimizer, 1))
+    saved = schedule.state_dict()
+    optimizer.step()
+    schedule.step()
+    schedule.load_state_dict(saved)
+    assert (optimizer.param_groups[0]["lr"] is rate, float(rate)) == (True, pytest.approx(0.1))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"step": -1},
+        {"schedulers": [1], "initial_lr": [[0.1]]},
+        {"schedulers": [{"last_epoch": "x"}], "initial_lr": [[]]},
+    ],
+)
+def test_states_of_something_else_are_refused(state: dict[str, Any]):
+    schedule = (
+        build_schedule(LinearSettings(), adamw(), total_steps=9) if "step" in state else Schedule.wrap(LambdaStep())
+    )
+    with pytest.raises(FieldError, match=r"step|schedulers|last_epoch"):
+        schedule.load_state_dict(state)
 
 
 @pytest.mark.parametrize(

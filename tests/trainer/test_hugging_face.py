@@ -132,11 +132,20 @@ def test_fsdp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPatch, tmp
         ({"logging_steps": 0.1}, "logging_steps"),
         ({"optim": "adafactor"}, "optim"),
         ({"optim": transformers.training_args.OptimizerNames.LION}, "optim"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
+        (
+            {"lr_scheduler_type": "reduce_lr_on_plateau"},
+            "lr_scheduler_type: got 'reduce_lr_on_plateau'; it follows a metric",
+        ),
+        ({"lr_scheduler_type": "none"}, "lr_scheduler_type: got 'none'; use"),
         ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs.power"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr_rate"),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1, "min_lr_rate": 1}},
+            "min_lr_rate",
+        ),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
-        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-8}, "lr_end"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"decay_type": "x"}}, "decay_type"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}, "lr_end"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "gradient_checkpointing_kwargs.use_reentrant"),
         ({"gradient_checkpointing_kwargs": '{"use_reentrant": '}, "gradient_checkpointing_kwargs"),
@@ -194,7 +203,7 @@ def test_the_library_s_argument_parser_makes_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
-@pytest.mark.parametrize("warmup", [0, 7, 0.1])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 0.1, 49])
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [
@@ -203,6 +212,7 @@ def test_the_library_s_argument_parser_makes_ours(tmp_path: Path) -> None:
         ("constant_with_warmup", {}),
         ("cosine", {}),
         ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_restarts", {}),
         ("cosine_with_restarts", {"num_cycles": 3}),
         ("cosine_with_min_lr", {"min_lr": 3e-4}),
         ("cosine_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 0.7}),
@@ -212,7 +222,8 @@ def test_the_library_s_argument_parser_makes_ours(tmp_path: Path) -> None:
         ("polynomial", {"lr_end": 1e-4, "power": 2.0}),
         ("inverse_sqrt", {}),
         ("inverse_sqrt", {"timescale": 20}),
-        ("warmup_stable_decay", {"num_decay_steps": 12}),
+        ("warmup_stable_decay", {"num_decay_steps": 0, "min_lr_ratio": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 12, "num_cycles": 1.0}),
         ("warmup_stable_decay", {"num_decay_steps": 9, "num_stable_steps": 20, "min_lr_ratio": 0.1,
                                  "warmup_type": "cosine", "decay_type": "1-sqrt"}),
         ("warmup_stable_decay", {"num_decay_steps": 9, "warmup_type": "1-sqrt", "decay_type": "linear"}),
