@@ -32,6 +32,15 @@ def write_lines(path: Path, records: Sequence[Any]) -> Path:
     return path
 
 
+def write_table(path: Path, records: Sequence[Any], **options: Any) -> Path:
+    """A Parquet file, whose type has every key of any record."""
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), path, **options)
+    return path
+
+
 def write_chats(path: Path, count: int, first: int = 0) -> Path:
     return write_lines(path, [{"messages": conversation(number)} for number in range(first, first + count)])
 

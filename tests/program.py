@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import pytest
 from forks import Program, prove_in_forks
 
 from forgather_cli.cli import app
+from forgather_cli.launch.processes import is_running
 
 SMALL = [
     "model=nano", "precision=fp32", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4",
@@ -64,6 +66,14 @@ def modules_after(code: str, *words: str, cwd: Path | None = None) -> set[str]:
     done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
+
+
+def nobody_runs(pids: Collection[int], seconds: float = 20.0) -> bool:
+    """True once none of these processes runs."""
+    until = time.monotonic() + seconds
+    while any(map(is_running, pids)) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not any(map(is_running, pids))
 
 
 class Process:

@@ -10,13 +10,12 @@ import socket
 import time
 from pathlib import Path
 
-from program import Process
+from program import Process, nobody_runs
 from ranks import run_ranks
 
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.exit_status import ExitRecord, read_exit_record
 from forgather_cli.launch.place import joined
-from forgather_cli.launch.processes import is_running
 from forgather_cli.run_dir import RunDir
 
 SMALL = [
@@ -89,10 +88,7 @@ def nobody_left(ranks: int = 2) -> bool:
     """True once none of the ranks that left their process id runs."""
     pids = [int(path.read_text()) for path in Path().glob("pid-*")]
     assert len(pids) == ranks
-    until = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not any(is_running(pid) for pid in pids)
+    return nobody_runs(pids)
 
 
 def ended() -> ExitRecord:

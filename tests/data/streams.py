@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from chats import write_lines
+from chats import write_lines, write_table
 
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import TrainLoader
@@ -20,12 +20,10 @@ def write_dataset(folder: Path, rows: list[dict[str, Any]], first: int) -> None:
     """``a.jsonl`` with the ``first`` rows and ``b.jsonl`` with the others, ``all.jsonl`` and ``all.parquet``, and
     ``saved``, whose splits are ``a`` and ``b``, by save_to_disk."""
     import datasets
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     for name, part in (("a", rows[:first]), ("b", rows[first:]), ("all", rows)):
         write_lines(folder / f"{name}.jsonl", part)
-    pq.write_table(pa.Table.from_pylist(rows), folder / "all.parquet")
+    write_table(folder / "all.parquet", rows)
     datasets.disable_progress_bars()
     splits = {"train": rows[:first], "validation": rows[first:]}
     made = {name: datasets.Dataset.from_list(part) for name, part in splits.items()}
@@ -41,9 +39,32 @@ def all_rows(dataset: Any) -> list[list[Any]]:
     return rows_of(dataset[i] for i in range(len(dataset)))
 
 
+def shown(data: DataSplits, marks: str = "[]") -> list[str]:
+    """The text of each sample, with what is learned in brackets."""
+    found = []
+    for index in range(len(data.train)):
+        ids, labels = (data.train[index][name].tolist() for name in ("input_ids", "labels"))
+        text, inside = "", False
+        for start, (token, label) in enumerate(zip(ids, labels, strict=True)):
+            if token == data.tokenizer.pad_token_id and label < 0:
+                break
+            if (label >= 0) != inside:
+                text, inside = text + marks[inside], not inside
+            text += data.tokenizer.decode([token])
+            last = start
+        found.append(text + marks[1] * inside)
+        assert set(labels[last + 1 :]) <= {-100}
+    return found
+
+
+def all_ids(dataset: Any) -> list[int]:
+    return [token for row in dataset for token in row["input_ids"].tolist()]
+
+
 def assert_goes_on_from_anywhere(opened: Callable[[], Any]) -> None:
     """``opened`` gives the same stream anew each time, of more than 20 samples."""
     dataset = opened()
+    dataset.set_epoch(3)
     expected, states = [], [dataset.state_dict()]
     for sample in dataset:
         expected += rows_of([sample])

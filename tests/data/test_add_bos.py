@@ -18,7 +18,8 @@ import tokenizers
 import torch
 import transformers
 from chats import write_lines
-from program import forgather
+from program import document, forgather
+from streams import all_ids
 from tiny import metrics
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -109,13 +110,11 @@ def documents() -> list[str]:
     return [f"Page {number} says " + "a word " * (number * 5 % 13) for number in range(40)]
 
 
-def text(corpus: Path, directory: Path | str, **settings: Any) -> TextSettings:
-    defaults: dict[str, Any] = {"seq_len": 32, "eval_fraction": 0.0, "cache_dir": str(corpus.parent / "cache")}
-    return TextSettings(files=[str(corpus)], tokenizer=str(directory), **{**defaults, **settings})
-
-
-def all_ids(dataset: Any) -> list[int]:
-    return [token for row in dataset for token in row["input_ids"].tolist()]
+def text(corpus: Path, directory: Path | str, *, streams: bool = False, **settings: Any) -> TextSettings | HfSettings:
+    common: dict[str, Any] = {"seq_len": 32, "tokenizer": str(directory), **settings}
+    if streams:
+        return HfSettings(data_files=[str(corpus)], streaming=True, **common)
+    return TextSettings(files=[str(corpus)], eval_fraction=0.0, cache_dir=str(corpus.parent / "cache"), **common)
 
 
 @pytest.mark.parametrize("spelled", [False, True])
@@ -150,19 +149,15 @@ def test_the_rule_may_be_overruled(tmp_path: Path) -> None:
         load_tokenizer(str(gpt2), add_bos=True)
 
 
-def test_fingerprints_tell_the_rule_and_are_those_of_before_without(tmp_path: Path) -> None:
-    made = {kind: write_tokenizer(tmp_path / kind, kind) for kind in ("llama", "gpt2")}
-
-    def before(kind: str) -> str:  # as 0.2 made them
-        content = hashlib.sha256((made[kind] / "tokenizer.json").read_bytes()).hexdigest()
-        parts = [content, {"eos": END, "bos": BEGIN, "pad": None}]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-    of = {(kind, rule): FileTokenizer(made[kind], add_bos=rule).fingerprint for kind in made for rule in (None, False)}
-    assert of["llama", False] == before("llama")
-    assert of["gpt2", False] == of["gpt2", None] == before("gpt2")
-    assert of["llama", None] != before("llama")
-    assert FileTokenizer(made["gpt2"], add_bos=True).fingerprint != before("gpt2")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_fingerprints_tell_the_rule_and_are_those_of_before_without(tmp_path: Path, kind: str) -> None:
+    path = write_tokenizer(tmp_path / kind, kind)
+    content = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+    parts = [content, {"eos": END, "bos": BEGIN, "pad": None}]
+    before = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]  # as 0.2 made them
+    own, never, always = (FileTokenizer(path, add_bos=rule).fingerprint for rule in (None, False, True))
+    assert never == before != always
+    assert (own == before) is (kind == "gpt2")
 
 
 @pytest.mark.parametrize(
@@ -173,11 +168,7 @@ def test_each_document_is_written_as_a_text_with_one_end(corpus: Path, tmp_path:
     path = write_tokenizer(tmp_path / kind, kind)
     ids = transformers.AutoTokenizer.from_pretrained(path)(documents())["input_ids"]
     expected = [token for each in ids for token in (each if each[-1] == 257 else [*each, 257])]
-    if source == "files":
-        data = load_data(text(corpus, path), seed=0)
-    else:
-        data = load_data(HfSettings(data_files=[str(corpus)], tokenizer=str(path), seq_len=32, streaming=True), seed=0)
-    found = all_ids(data.train)
+    found = all_ids(load_data(text(corpus, path, streams=source == "stream"), seed=0).train)
     assert len(found) > len(expected) - 32
     assert found == expected[: len(found)]
     assert load_data(text(corpus, path, add_bos=False), seed=0).description["train_tokens"] == sum(
@@ -193,10 +184,7 @@ def test_what_begins_a_document_is_no_target_and_all_else_is(
 ) -> None:
     path = write_tokenizer(tmp_path / "glm", "glm")
     prefix = FileTokenizer(path).prefix_tokens
-    settings: dict[str, Any] = {"packing": packing, "isolate_documents": isolate}
-    option: Any = text(corpus, path, **settings)
-    if streams:
-        option = HfSettings(data_files=[str(corpus)], tokenizer=str(path), seq_len=32, streaming=True, **settings)
+    option = text(corpus, path, streams=streams, packing=packing, isolate_documents=isolate)
     begun = 0
     for row in load_data(option, seed=0).train:
         ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
@@ -226,9 +214,8 @@ def test_what_a_text_spells_at_its_beginning_stands_there_once(tmp_path: Path, k
     assert [tokenizer.encode_prompt(each) for each in SPELLED] == [begin + ids for ids in bare]
     corpus = write_lines(tmp_path / "corpus.jsonl", [{"text": each} for each in SPELLED])
     expected = [token for ids in bare for token in (*begin, *ids, 257)]
-    streamed = HfSettings(data_files=[str(corpus)], tokenizer=str(path), seq_len=4, streaming=True)
-    for option in (text(corpus, path, seq_len=4), streamed):
-        found = all_ids(load_data(option, seed=0).train)
+    for streams in (False, True):
+        found = all_ids(load_data(text(corpus, path, seq_len=4, streams=streams), seed=0).train)
         assert len(found) > len(expected) - 4
         assert found == expected[: len(found)]
     for packing in ("concat", "best_fit", "pad"):  # and it is no target
@@ -261,12 +248,10 @@ def test_conversations_have_what_their_template_writes(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{{ eos_token }}"
     path = write_tokenizer(tmp_path / "llama", config={"chat_template": template + "{% endgeneration %}{% endfor %}"})
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 3)
+    write_lines(tmp_path / "chats.jsonl", [{"messages": talk}] * 3)
     expected = transformers.AutoTokenizer.from_pretrained(path).apply_chat_template(talk)["input_ids"]
-    files, cache = [str(tmp_path / "chats.jsonl")], str(tmp_path / "cache")
-    option = InstructSettings(
-        files=files, tokenizer=str(path), seq_len=64, cache_dir=cache, packing="pad", eval_fraction=0
-    )
+    option = InstructSettings(files=["chats.jsonl"], tokenizer=str(path), seq_len=64, cache_dir="cache", packing="pad",
+                              eval_fraction=0)  # fmt: skip
     row = load_data(option, seed=0).train[0]["input_ids"].tolist()
     assert row[: len(expected)] == expected
     assert row.count(256) == 1
@@ -299,7 +284,6 @@ def test_encoder_decoders_read_no_such_token(directory: Path, corpus: Path, tmp_
                            tokenizer=str(directory), eval_split="train", **lengths)  # fmt: skip
     for option in (pairs, masked, streamed):
         data = load_data(option, seed=0, num_sentinels=32)
-        assert data.tokenizer is not None
         assert data.tokenizer.encode_prompt("a") == data.tokenizer.encode("a")
         rows = itertools.islice(data.train, 4)
         assert not any(256 in row[side] for row in rows for side in ("input_ids", "labels"))
@@ -308,10 +292,8 @@ def test_encoder_decoders_read_no_such_token(directory: Path, corpus: Path, tmp_
 
 
 def greedy(capsys: pytest.CaptureFixture[str], source: Path | str, prompt: str = PROMPT) -> str:
-    capsys.readouterr()
-    told = ["--prompt", prompt, "--greedy", "--max-new-tokens", "12", "--json", "--device", "cpu"]
-    assert forgather("generate", str(source), *told) == 0
-    return str(json.loads(capsys.readouterr().out)["text"])
+    told = ["--prompt", prompt, "--greedy", "--max-new-tokens", "12", "--device", "cpu"]
+    return str(document(capsys, "generate", str(source), *told)["text"])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -348,9 +330,7 @@ def test_an_evaluation_counts_each_byte_once_and_no_first_token(
             total += float(model(ids, labels=ids).loss) * (ids.shape[1] - 1)
         count += ids.shape[1] - 1
     words = ["data=text", f"data.files=[{corpus}]", "packing=pad", "seq_len=128", "device=cpu", "cache_dir=cache"]
-    capsys.readouterr()
-    assert forgather("eval", str(path), *words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = document(capsys, "eval", str(path), *words)
     num_bytes = sum(len(each.encode()) for each in documents())
     assert (found["eval_targets"], found["eval_bytes"]) == (count, num_bytes) == (num_bytes + 40, num_bytes)
     assert math.isclose(found["eval_loss"], total / count, rel_tol=1e-5)
@@ -400,6 +380,5 @@ def test_a_run_saved_without_the_setting_goes_on_as_it_was(
     assert greedy(capsys, "old") != greedy(capsys, "copy")
     whole = sum(len(each.encode()) + 1 for each in documents())
     for way in ([], ["data=text", f"data.files=[{corpus}]", "seq_len=32", "cache_dir=cache"]):
-        assert forgather("eval", "old", *way, "--json") == 0
-        told = json.loads(capsys.readouterr().out)["data"]
+        told = document(capsys, "eval", "old", *way)["data"]
         assert told["eval_tokens"] + (0 if way else told["train_tokens"]) == whole

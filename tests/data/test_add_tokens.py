@@ -14,7 +14,7 @@ import transformers
 import yaml
 from chats import conversation, write_chats, write_tokenizer
 from parity import LAYOUTS, Result, assert_near
-from program import forgather
+from program import document, forgather
 from safetensors.torch import load_file, save_file
 
 from forgather_cli.config.decode import dump_tree
@@ -164,23 +164,16 @@ def rows_of(run: Path) -> int:
 def test_fresh_weights_have_them_and_say_so(fresh: list[str], tmp_path: Path, capfd: Any) -> None:
     run = tmp_path / "run"
     assert forgather("train", *fresh, f"output_dir={run}") == 0
-    shown = capfd.readouterr()
-    said = [line for line in (shown.out + shown.err).splitlines() if START in line]
-    assert len(said) == 1
-    assert END in said[0]
-    assert rows_of(run) == 259
-    assert transformers.AutoTokenizer.from_pretrained(hf_models.newest_model(run)).chat_template == CHATML
-    assert make_plan(load_config(None, fresh).config).vocab_size == 259
-    assert json.loads((hf_models.newest_model(run) / "generation_config.json").read_text())["eos_token_id"] == [
-        256,
-        258,
-    ]
+    [said] = [line for line in "".join(capfd.readouterr()).splitlines() if START in line]
+    assert END in said
+    model = hf_models.newest_model(run)
+    assert rows_of(run) == make_plan(load_config(None, fresh).config).vocab_size == 259
+    assert transformers.AutoTokenizer.from_pretrained(model).chat_template == CHATML
+    assert json.loads((model / "generation_config.json").read_text())["eos_token_id"] == [256, 258]
     write_chats(tmp_path / "few.jsonl", 5)
-    capfd.readouterr()
     other = ["data=instruct", f"data.files=[{tmp_path}/few.jsonl]", "data.chat_template=chatml"]
     for given in ([], other):
-        assert forgather("eval", str(run), "--json", *given) == 0
-        assert json.loads(capfd.readouterr().out)["eval_targets"] > 0
+        assert document(capfd, "eval", str(run), *given)["eval_targets"] > 0
 
 
 def test_a_run_saved_without_the_setting_keeps_its_ids(fresh: list[str], tmp_path: Path) -> None:
@@ -261,9 +254,8 @@ def test_a_list_of_added_tokens_in_the_config_has_them_too(kind: str, adds: str,
     write_tokenizer(source, None, POOR)
     path = source / "tokenizer_config.json"
     added = {"0": {"content": POOR[0], "special": True, "normalized": False, "lstrip": False, "rstrip": False}}
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "tokenizer_class": kind, "added_tokens_decoder": added})
-    )
+    told = {**json.loads(path.read_text()), "tokenizer_class": kind, "added_tokens_decoder": added}
+    path.write_text(json.dumps(told))
     if adds == "data":
         load_tokenizer(str(source), added=[START, END]).save(made)
     else:

@@ -51,21 +51,17 @@ def test_local_files_give_the_samples_of_data_text(folder: Path) -> None:
     settings: dict[str, Any] = {"eval_fraction": 0.2, "isolate_documents": True}
     files = [str(folder / "a.jsonl"), str(folder / "b.jsonl")]
     text = load(TextSettings(files=files, cache_dir=str(folder / "cache"), seq_len=SEQ_LEN, **settings))
+    fingerprints: set[str] = set()
     for names in (("a.jsonl", "b.jsonl"), ("all.parquet",)):
         data = load(option(folder, *names, **settings))
         assert all_rows(data.train) == all_rows(text.train)
         assert all_rows(data.eval) == all_rows(text.eval)
+        fingerprints.add(data.fingerprint)
+    assert fingerprints == {data.fingerprint} != {load(option(folder, "a.jsonl", **settings)).fingerprint}, "by content"
+    assert cached_token_counts(option(folder, "a.jsonl")) is None
     assert data.description["train_documents"] + data.description["eval_documents"] == 90
     assert (data.description["type"], data.description["split"]) == ("hf", "train")
     assert (folder / "cache" / "datasets").is_dir(), "what the library makes of local files is in our cache"
-
-
-def test_the_fingerprint_is_that_of_the_content(folder: Path) -> None:
-    one = load(option(folder, "all.parquet"))
-    other = load(option(folder, "a.jsonl", "b.jsonl"))
-    assert one.fingerprint == other.fingerprint == load(option(folder, "all.parquet")).fingerprint
-    assert load(option(folder, "a.jsonl")).fingerprint != one.fingerprint
-    assert cached_token_counts(option(folder, "a.jsonl")) is None
 
 
 def test_other_content_of_the_same_size_and_time_is_read_anew(tmp_path: Path) -> None:
@@ -78,10 +74,7 @@ def test_other_content_of_the_same_size_and_time_is_read_anew(tmp_path: Path) ->
     assert len(fingerprints) == 2
 
 
-def test_a_saved_directory_its_splits_and_slices(folder: Path) -> None:
-    saved = option(folder, dataset=str(folder / "saved"), eval_split="validation")
-    data = load(saved)
-    assert (data.description["train_documents"], data.description["eval_documents"]) == (50, 40)
+def test_slices_and_files_to_evaluate_on(folder: Path) -> None:
     half = load(option(folder, "all.parquet", train_split="train[:50%]", eval_split="train[50%:]"))
     assert (half.description["train_documents"], half.description["eval_documents"]) == (45, 45)
     own = load(option(folder, "a.jsonl", eval_files=[str(folder / "b.jsonl")], packing="best_fit"))
@@ -110,15 +103,14 @@ def test_bpe_in_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ({"text_key": "n"}, r"data\.text_key: column 'n' holds int64, not text; the dataset has text, n"),
         ({"data_files": ["/no/such.jsonl"]}, r"data\.data_files: no file matches '/no/such\.jsonl'"),
         ({"data_files": ["some.xyz"]}, r"data\.data_files: cannot tell the format of 'some\.xyz'; set data\.dataset="),
-        ({"dataset": "json", "data_files": ["BAD"]}, "JSON parse error"),
+        ({"dataset": "json", "data_files": ["bad.jsonl"]}, "JSON parse error"),
     ],
 )  # fmt: skip
+@pytest.mark.usefixtures("own_directory")
 def test_mistakes(
     folder: Path, settings: dict[str, Any], message: str, streaming: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    bad = folder / "bad.jsonl"
-    bad.write_text('{"text": "a"}\n{"text": \n')
-    settings = {**settings, "data_files": [str(bad)]} if settings.get("data_files") == ["BAD"] else settings
+    Path("bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(DataError, match=message):
         next(iter(load(option(folder, "a.jsonl", streaming=streaming, **settings)).train))
     printed = capfd.readouterr()
@@ -138,23 +130,27 @@ def test_a_null_text_is_a_bad_row(tmp_path: Path, streaming: bool) -> None:
     assert rows_of(skipped) == rows_of(load(option(tmp_path, "without.jsonl", **settings)).train)
 
 
-def test_settings_that_contradict_each_other() -> None:
-    def mistakes(*overrides: str) -> str:
-        with pytest.raises(ConfigError) as caught:
-            load_config(None, ["data=hf", *overrides])
-        return str(caught.value)
-
-    assert "dataset: data=hf reads a dataset of the hub, a directory or data_files, got none" in mistakes()
-    streamed = mistakes("dataset=x", "streaming=true", "tokenizer=bpe", "eval_fraction=0.1", "train_split='train[:5%]'")
-    assert "tokenizer: bpe is trained on a whole corpus" in streamed
-    assert "eval_fraction: nothing reads it with streaming=true" in streamed
-    assert "train_split: a stream is read from its beginning" in streamed
-    words = ["trainer=ddp", "dispatch_batches=false", "shuffle_buffer=5", "eval_files=[a.json]"]
-    whole = mistakes("dataset=x", *words)
-    assert "dispatch_batches: nothing reads it with data=hf" in whole
-    assert "shuffle_buffer: nothing reads it with streaming=false" in whole
-    assert "eval_files: go with data_files" in whole
-    load_config(None, ["data=hf", "dataset=x", "streaming=true", *words[:3]])
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("data=hf", ["dataset: data=hf reads a dataset of the hub, a directory or data_files, got none"]),
+        ("data=hf dataset=x streaming=true tokenizer=bpe eval_fraction=0.1 train_split='train[:5%]'",
+         ["tokenizer: bpe is trained on a whole corpus", "eval_fraction: nothing reads it with streaming=true",
+          "train_split: a stream is read from its beginning"]),
+        ("data=hf dataset=x trainer=ddp dispatch_batches=false shuffle_buffer=5 eval_files=[a.json]",
+         ["dispatch_batches: nothing reads it with data=hf", "shuffle_buffer: nothing reads it with streaming=false",
+          "eval_files: go with data_files"]),
+        ("data=instruct", ["files: data=instruct reads chat files, or a dataset"]),
+        ("data=instruct files=[a.jsonl] dataset=x",
+         ["dataset: nothing reads it with files=[a.jsonl]; leave files out"]),
+        ("data=instruct dataset=x streaming=true eval_files=[a.json]",
+         ["eval_files: go with files or data_files", "packing: best_fit"]),
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other(words: str, told: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, words.split())
+    assert [part for part in told if part not in str(caught.value)] == []
 
 
 _OFFLINE = """
@@ -207,13 +203,7 @@ def test_a_stream_goes_on_exactly_from_anywhere(
 ) -> None:
     monkeypatch.setattr("forgather_cli.data.text.token_stream._MANY", 7)  # several chunks
     saved = option(folder, dataset=str(folder / "saved"), streaming=True, **settings)
-
-    def opened() -> Any:
-        dataset = load(saved if source == "saved" else stream(folder, **settings)).train
-        dataset.set_epoch(3)
-        return dataset
-
-    assert_goes_on_from_anywhere(opened)
+    assert_goes_on_from_anywhere(lambda: load(saved if source == "saved" else stream(folder, **settings)).train)
 
 
 def test_a_buffer_shuffles_by_seed_and_epoch(folder: Path) -> None:

@@ -61,30 +61,12 @@ class Noise(IterableDataset[Any]):
     """Other samples in every pass and on every rank."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for number in os.urandom(24):
-            yield sample(number)
+        return map(sample, os.urandom(24))
 
 
-class Breaks(IterableDataset[Any]):
-    def __init__(self, error: Exception, after: int) -> None:
-        self.error, self.after = error, after
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield from map(sample, range(self.after))
-        raise self.error
-
-
-class Wide(IterableDataset[Any]):
-    """Every dtype there may be, of several shapes."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for i in range(8):
-            yield {
-                **sample(i),
-                "mask": torch.tensor([True, i % 2 == 0, False]),
-                "half": torch.full((2, 2), i + 0.5, dtype=torch.bfloat16),
-                "weight": torch.tensor(float(i)),
-            }
+def breaks(error: Exception, after: int) -> Iterator[dict[str, Any]]:
+    yield from map(sample, range(after))
+    raise error
 
 
 def ready(length: int = 20, kind: Any = DataLoader) -> Any:
@@ -125,7 +107,6 @@ def trained(loader: TrainLoader, steps: int = 1000) -> list[tuple[list[list[int]
         step, position, agreement = ahead
         if agreement.read() != [rank_and_size()[1]]:
             break
-        assert step is not None
         seen.append((numbers(step), position))
         ahead = fetch()
     ahead[2].read()
@@ -221,7 +202,17 @@ def test_ranks_that_train_the_same_samples_get_the_same_from_random_data(layout:
 
 
 def wide() -> list[list[dict[str, torch.Tensor]]]:
-    return [step.microbatches for step in train_loader(Wide(), global_batch_size=4)]
+    """Of every dtype there may be, and of several shapes."""
+    rows = (
+        {
+            **sample(i),
+            "mask": torch.tensor([True, i % 2 == 0, False]),
+            "half": torch.full((2, 2), i + 0.5, dtype=torch.bfloat16),
+            "weight": torch.tensor(float(i)),
+        }
+        for i in range(8)
+    )
+    return [step.microbatches for step in train_loader(rows, global_batch_size=4)]
 
 
 def test_tensors_arrive_as_they_are() -> None:
@@ -251,8 +242,8 @@ def test_a_pass_that_is_left_early_is_begun_anew() -> None:
 def failing() -> list[Any]:
     sampler = DistributedSampler(range(8), rank=dist.get_rank(), num_replicas=2)  # type: ignore[arg-type]
     return [
-        caught(trained, train_loader(Breaks(ValueError("boom\nat length"), 8))),
-        caught(trained, train_loader(Breaks(DataError("data.files: gone"), 0))),
+        caught(trained, train_loader(breaks(ValueError("boom\nat length"), 8))),
+        caught(trained, train_loader(breaks(DataError("data.files: gone"), 0))),
         caught(trained, train_loader(Count(5), drop_last=True)),
         caught(trained, train_loader([default_collate([sample(0)]), {"input_ids": ["x"]}])),
         caught(train_loader, DataLoader(Numbers(8), sampler=sampler)),
@@ -384,15 +375,15 @@ def evaluations(length: int) -> dict[str, list[list[int]]]:
     found = {name: evaluated(loader) for name, loader in splits.items()}
     again = {name: evaluated(loader) for name, loader in splits.items()}
     assert found == again, "a second pass"
-    limited = {f"{name} limited": evaluated(limit(name, length)) for name in ("map", "dispatched", "parts", "ready")}
-    few = {f"{name} few": evaluated(limit(name, length, max_steps=1)) for name in ("map", "dispatched")}
-    return found | limited | few
-
-
-def limit(name: str, length: int, **kwargs: Any) -> EvalLoader:
-    kwargs = kwargs or {"max_samples": length - 2}
-    data = {"map": Numbers, "dispatched": Count, "parts": WithShards, "ready": ready}[name](length)
-    return eval_loader(data, dispatch=name != "parts", **kwargs)
+    limits = {
+        "map limited": eval_loader(Numbers(length), max_samples=length - 2),
+        "dispatched limited": eval_loader(Count(length), max_samples=length - 2),
+        "parts limited": eval_loader(WithShards(length), dispatch=False, max_samples=length - 2),
+        "ready limited": eval_loader(ready(length), max_samples=length - 2),
+        "map few": eval_loader(Numbers(length), max_steps=1),
+        "dispatched few": eval_loader(Count(length), max_steps=1),
+    }
+    return found | {name: evaluated(loader) for name, loader in limits.items()}
 
 
 @pytest.mark.parametrize(("size", "length"), [(2, 7), (3, 16)])

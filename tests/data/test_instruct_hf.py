@@ -11,18 +11,17 @@ import pytest
 from chats import conversation
 from streams import all_rows, assert_goes_on_from_anywhere, rows_of, write_dataset
 
-from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.splits import DataSplits
-from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
-CALLS = (
-    CHATML.replace("message['content'] +", "(message['content'] or '') + (message['tool_calls'] | tojson if "
-                   "message['tool_calls'] else '') +")
-)  # fmt: skip
+CALLS = CHATML.replace(
+    "message['content'] +",
+    "(message['content'] or '') + (message['tool_calls'] | tojson if message['tool_calls'] else '') +",
+)
 
 
 def records() -> list[dict[str, Any]]:
@@ -79,21 +78,6 @@ def test_the_samples_are_those_of_files(folder: Path, packing: str) -> None:
     assert (description["dataset"], description["split"]) == (str(folder / "saved"), "train")
 
 
-def test_settings_that_contradict_each_other() -> None:
-    def mistakes(*overrides: str) -> str:
-        with pytest.raises(ConfigError) as caught:
-            load_config(None, ["data=instruct", *overrides])
-        return str(caught.value)
-
-    assert "files: data=instruct reads chat files, or a dataset" in mistakes()
-    assert "dataset: nothing reads it with files=[a.jsonl]; leave files out" in mistakes(
-        "data.files=[a.jsonl]", "data.dataset=x"
-    )
-    streamed = mistakes("dataset=x", "streaming=true", "eval_files=[a.json]")
-    assert "eval_files: go with files or data_files" in streamed
-    assert "packing: best_fit" in streamed
-
-
 def stream(folder: Path, *files: str, **settings: Any) -> DataSplits:
     names = [str(folder / name) for name in files or ("a.jsonl", "b.jsonl")]
     return load(folder, **{"data_files": names, "streaming": True, "packing": "concat", **settings})
@@ -126,13 +110,7 @@ def test_a_stream_gives_the_samples_of_files(
 @pytest.mark.parametrize("packing", ["concat", "pad"])
 def test_a_stream_goes_on_exactly_from_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch, packing: str) -> None:
     monkeypatch.setattr("forgather_cli.data.text.token_stream._MANY", 7)
-
-    def opened() -> Any:
-        dataset = stream(folder, packing=packing, shuffle_buffer=20).train
-        dataset.set_epoch(3)
-        return dataset
-
-    assert_goes_on_from_anywhere(opened)
+    assert_goes_on_from_anywhere(lambda: stream(folder, packing=packing, shuffle_buffer=20).train)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

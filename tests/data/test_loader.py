@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from program import Process
+from program import Process, nobody_runs
 from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -21,7 +20,6 @@ from forgather_cli.data.loaders.collate import Step, default_collate
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.data.samples import SyntheticDataset
 from forgather_cli.errors import DataError
-from forgather_cli.launch.processes import is_running
 from forgather_cli.trainer.build import _loader_settings
 
 
@@ -193,6 +191,11 @@ def test_exact_resume_at_every_step_and_across_epochs() -> None:
         resumed = loader(Numbers(22))
         resumed.load_state_dict(whole[done - 1][0])
         assert run(resumed, 15 - done) == whole[done:]
+    # workers give the same, and what they read ahead does not count
+    assert run(loader(Numbers(22), num_workers=2), 10) == whole[:10]
+    resumed = loader(Numbers(22), num_workers=2)
+    resumed.load_state_dict(whole[2][0])
+    assert run(resumed, 4) == whole[3:7]
 
 
 def test_samples_given_out_in_ranges_are_those_of_the_endless_epochs_and_resume_exactly() -> None:
@@ -222,21 +225,6 @@ def test_samples_given_out_in_ranges_are_those_of_the_endless_epochs_and_resume_
         half.load_state_dict({"epoch": 0, "sample": 1, "ranges": ranges})
     together = [flat([one]) + flat([other]) for one, other in zip(*halves, strict=True)]
     assert together == steps
-
-
-def test_workers_give_the_same_data_and_resume_exactly() -> None:
-    alone = [numbers(step) for _ in range(2) for step in [*loader(Numbers(22))]]
-    data = loader(Numbers(22), num_workers=2)
-    states = []
-    steps = []
-    for step in data:
-        steps.append(numbers(step))
-        states.append(data.state_dict())
-    assert steps == alone[:5]
-    assert states[2] == {"epoch": 0, "sample": 12}, "what workers read ahead does not count"
-    resumed = loader(Numbers(22), num_workers=2)
-    resumed.load_state_dict(states[2])
-    assert [numbers(step) for step in resumed] == alone[3:5]
 
 
 def test_persistent_workers_hear_of_the_epoch_and_survive_a_break() -> None:
@@ -291,17 +279,9 @@ def test_streams_resume_exactly(kind: type[Count], workers: int) -> None:
         assert resumed.epoch == 1
 
 
-def test_a_stream_with_a_state_is_not_read_again() -> None:
-    data = StatefulCount(1000)
-    first = loader(data, 4, 2)
-    for number, _ in enumerate(first):
-        if number == 100:
-            break
-    again = StatefulCount(1000)
-    resumed = loader(again, 4, 2)
-    resumed.load_state_dict(first.state_dict())
-    assert flat([next(iter(resumed))]) == [404, 405, 406, 407]
-    assert again.made < 12
+def test_a_stream_with_a_state_goes_on_with_as_many_workers() -> None:
+    first = loader(StatefulCount(1000), 4, 2)
+    next(iter(first))
     other = loader(StatefulCount(1000), 4, 2, num_workers=2)
     other.load_state_dict(first.state_dict())
     with pytest.raises(DataError, match=r"dataloader_num_workers: .* saved with 0 workers, got 2"):
@@ -421,10 +401,7 @@ def test_workers_of_a_trainer_that_is_killed_as_they_start_end(tmp_path: Path) -
         assert trainer.process.wait(timeout=60) == -signal.SIGKILL
         left = [int(file.name.removeprefix("pid-")) for file in tmp_path.glob("pid-*")]
         assert len(left) == 2
-        deadline = time.monotonic() + 60
-        while any(map(is_running, left)):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert nobody_runs(left, 60)
         trainer.finish()
 
 

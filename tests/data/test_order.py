@@ -28,9 +28,6 @@ def test_seed_and_epoch_change_the_order() -> None:
     orders = [Order(1000, seed, epoch)[:] for seed in (0, 1, 2**40) for epoch in (0, 1, 7)]
     assert len({tuple(order) for order in orders}) == len(orders)
     assert Order(1000, 1, 7)[:] == Order(1000, 1, 7)[:]
-
-
-def test_no_shuffle_is_the_identity() -> None:
     assert Order(10, 1, 1, shuffle=False)[2:5] == [2, 3, 4]
 
 

@@ -45,20 +45,16 @@ def test_concat_leaves_a_partial_sample_out(split: TokenSplit) -> None:
     assert batch["input_ids"][0, 0] == 8, "labels are a copy"
 
 
-def test_concat_pads_the_tail_of_evaluation(split: TokenSplit) -> None:
+def test_concat_pads_the_tail_of_evaluation_and_gives_single_samples(split: TokenSplit) -> None:
     data = ConcatDataset(split.tokens, 4, PAD, keep_tail=True)
     assert len(data) == 4
     batch = data.__getitems__([3, 1])
     assert rows(batch) == [[12, PAD, PAD, PAD], [4, 5, 6, 7]]
     assert rows(batch, "labels") == [[12, NONE, NONE, NONE], [4, 5, 6, 7]]
-
-
-def test_one_sample_and_iteration(split: TokenSplit) -> None:
-    data = ConcatDataset(split.tokens, 4, PAD, keep_tail=False)
     assert data[1]["input_ids"].tolist() == [4, 5, 6, 7]
-    assert len(list(iter(data))) == 3
+    assert len(list(iter(data))) == 4
     with pytest.raises(IndexError):
-        data[3]
+        data[4]
 
 
 def test_isolated_concat(split: TokenSplit) -> None:
@@ -86,14 +82,14 @@ def test_isolation_agrees_with_a_slow_way(tmp_path: Path) -> None:
         assert ((batch["labels"][sample].numpy() == NONE) == starts).all()
 
 
-def table(tmp_path: Path, split: TokenSplit, seq_len: int, packing: str) -> PackedDataset:
+def table(tmp_path: Path, split: TokenSplit, seq_len: int, packing: str, isolate: bool) -> PackedDataset:
     data = Tokenized(split, None, "f", {})
     tables = packed_tables(Cache(tmp_path / "cache"), data, seq_len, packing)
-    return PackedDataset(split.tokens, tables["train"], seq_len, PAD, isolate=packing == "best_fit")
+    return PackedDataset(split.tokens, tables["train"], seq_len, PAD, isolate=isolate)
 
 
 def test_pad_has_one_piece_per_sample(tmp_path: Path, split: TokenSplit) -> None:
-    data = table(tmp_path, split, 4, "pad")
+    data = table(tmp_path, split, 4, "pad", isolate=False)
     batch = data.__getitems__(list(range(len(data))))
     # the documents' last single tokens (7, and 8) hold no target by themselves
     assert rows(batch) == [[0, 1, 2, PAD], [3, 4, 5, 6], [9, 10, 11, 12]]
@@ -101,18 +97,14 @@ def test_pad_has_one_piece_per_sample(tmp_path: Path, split: TokenSplit) -> None
     assert "document_ids" not in batch
 
 
-def test_best_fit_fills_rows(tmp_path: Path, split: TokenSplit) -> None:
-    data = table(tmp_path, split, 8, "best_fit")
+def test_best_fit_fills_rows_with_and_without_isolation(tmp_path: Path, split: TokenSplit) -> None:
+    data = table(tmp_path, split, 8, "best_fit", isolate=True)
     batch = data.__getitems__(list(range(len(data))))
     assert rows(batch) == [[0, 1, 2, 3, 4, 5, 6, 7], [9, 10, 11, 12, PAD, PAD, PAD, PAD]]
     assert rows(batch, "labels") == [[NONE, 1, 2, NONE, 4, 5, 6, 7], [NONE, 10, 11, 12, NONE, NONE, NONE, NONE]]
     assert rows(batch, "document_ids") == [[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1]]
-
-
-def test_without_isolation_targets_cross_borders(tmp_path: Path, split: TokenSplit) -> None:
-    tables = packed_tables(Cache(tmp_path / "cache"), Tokenized(split, None, "f", {}), 8, "best_fit")
-    batch = PackedDataset(split.tokens, tables["train"], 8, PAD, isolate=False).__getitems__([0])
-    assert rows(batch, "labels") == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    batch = table(tmp_path, split, 8, "best_fit", isolate=False).__getitems__([0])
+    assert rows(batch, "labels") == [[0, 1, 2, 3, 4, 5, 6, 7]], "targets cross borders"
     assert "document_ids" not in batch
 
 

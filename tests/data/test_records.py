@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import write_lines
+from chats import write_lines, write_table
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from program import forgather
+from streams import shown
 
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.config.schema import InstructSettings
@@ -52,25 +53,6 @@ def option(path: Path, template: str = TEMPLATE, **settings: Any) -> InstructSet
 
 def load(path: Path, template: str = TEMPLATE, **settings: Any) -> DataSplits:
     return load_data(option(path, template, **settings), seed=0)
-
-
-def shown(data: DataSplits) -> list[str]:
-    """The text of each sample, with what is learned in brackets."""
-    assert data.tokenizer is not None
-    found = []
-    for index in range(len(data.train)):
-        ids, labels = (data.train[index][name].tolist() for name in ("input_ids", "labels"))
-        text, inside = "", False
-        for start, (token, label) in enumerate(zip(ids, labels, strict=True)):
-            if token == data.tokenizer.pad_token_id and label < 0:
-                break
-            if (label >= 0) != inside:
-                text, inside = text + "[]"[inside], not inside
-            text += data.tokenizer.decode([token])
-            last = start
-        found.append(text + "]" * inside)
-        assert set(labels[last + 1 :]) <= {-100}
-    return found
 
 
 def learned(tmp_path: Path, records: list[Any], template: str = TEMPLATE, **settings: Any) -> list[str]:
@@ -196,8 +178,6 @@ def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -
         ({"conversations": [{"from": "function_call", "value": "move"}]}, {}, "the call in message 1 is not JSON"),
         ({"q": [HI], "p": "Hi", "a": "Yo"}, {"mapping": {"q": "user", "p": "user", "a": "assistant"}}, "'q' and 'p'"),
         ({"q": "Hi", "text": "Yo"}, {"mapping": {"q": "user", "a": "assistant"}}, "its keys: q, text"),
-        ('{"messages": [', {}, "not a JSON line"),
-        ("[1]", {}, "expected a JSON object, got list"),
         ({"messages": [HI]}, {}, "set data.train_on=all"),
         ({"messages": []}, {}, "'messages' must be a list of messages, got an empty list"),
         ({"messages": "Hi"}, {}, "'messages' must be a list of messages, got str"),
@@ -212,9 +192,7 @@ def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -
     ],
 )
 def test_records_that_are_none_are_named(tmp_path: Path, record: Any, settings: dict[str, Any], what: str) -> None:
-    line = record if isinstance(record, str) else json.dumps(record)
-    path = tmp_path / "records.jsonl"
-    path.write_text(f'{{"messages": {json.dumps([HI, YO])}, "q": "Hi", "a": "Yo"}}\n{line}\n')
+    path = write_lines(tmp_path / "records.jsonl", [{"messages": [HI, YO], "q": "Hi", "a": "Yo"}, record])
     with pytest.raises(DataError, match=rf"records\.jsonl:2: .*{re.escape(what)}"):
         load(path, **settings)
     assert not list((tmp_path / "cache").glob("tokens/*")), "nothing is left behind"
@@ -275,27 +253,23 @@ TABLE = [
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_table_gives_the_ids_and_targets_of_jsonl(tmp_path: Path, order: int) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = TABLE[::order]
     expected = learned(tmp_path, rows)
     assert 'a:[Yo{"name": "say", "arguments": {"deep": {"b": [{"c": 1}, {"d": 2}]}, "word": "up"}};]' in "".join(
         expected
     )
-    parquet.write_table(arrow.Table.from_pylist([{"tools": None} | row for row in rows]), tmp_path / "records.parquet")
-    assert shown(load(tmp_path / "records.parquet")) == expected
+    assert shown(load(write_table(tmp_path / "records.parquet", [{"tools": None} | row for row in rows]))) == expected
 
 
 @pytest.mark.parametrize(
     "layout", ["openai, calls", "openai, parts", "alpaca, history", "trl, lists", "text", "mapped"]
 )
 def test_layouts_are_the_same_from_a_table(tmp_path: Path, layout: str) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     mapped: Any = ({"q": "Hi", "p": None, "a": "Yo"}, "u:Hi;a:[Yo;]")  # a key that is not there
     record, expected = {**LAYOUTS, "mapped": mapped}[layout]
     nothing = dict.fromkeys(("id", "messages", "prompt", "text", "tools", "history", "context"))
-    parquet.write_table(arrow.Table.from_pylist([nothing | record]), tmp_path / "records.parquet")
     settings = {"mapping": TO_ROLES} if layout == "mapped" else {}
-    assert shown(load(tmp_path / "records.parquet", **settings)) == [expected]
+    assert shown(load(write_table(tmp_path / "records.parquet", [nothing | record]), **settings)) == [expected]
 
 
 def test_a_null_that_was_written_stays(tmp_path: Path) -> None:
@@ -303,8 +277,7 @@ def test_a_null_that_was_written_stays(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     expected = ['u:Hi;a:[Yo{"name": "move", "arguments": {"x": null}};]']
     assert learned(tmp_path, calls({"x": None})) == expected
-    parquet.write_table(arrow.Table.from_pylist(calls('{"x": null}')), tmp_path / "records.parquet")
-    assert shown(load(tmp_path / "records.parquet")) == expected
+    assert shown(load(write_table(tmp_path / "records.parquet", calls('{"x": null}')))) == expected
     kind = arrow.list_(arrow.struct([
         ("role", arrow.string()), ("content", arrow.string()),
         ("tool_calls", arrow.list_(arrow.struct([("function", arrow.struct([

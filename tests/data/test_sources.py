@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import write_lines
+from chats import write_lines, write_table
 
 from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
 from forgather_cli.data.cache import Cache, NotCached
@@ -32,7 +32,7 @@ def option(*files: Path | str, **settings: Any) -> TextSettings:
     return TextSettings(files=[str(file) for file in files], **settings)
 
 
-def test_standard_library_without_tests() -> None:
+def test_standard_library_without_tests_held_out_by_names_alone() -> None:
     corpus = find_corpus(PythonStdlibSettings())
     names = [source.label for source in corpus.files]
     assert names == sorted(names)
@@ -40,10 +40,6 @@ def test_standard_library_without_tests() -> None:
     assert corpus.origin["python"] == platform.python_version()
     assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
     assert sum(source.path.stat().st_size for source in corpus.all_files) > 5_000_000
-
-
-def test_held_out_files_depend_on_their_name_alone() -> None:
-    corpus = find_corpus(PythonStdlibSettings())
     fewer = Corpus(corpus.files[::2], eval_fraction=corpus.eval_fraction, by_name=True)
 
     def held_out(of: Corpus) -> set[str]:
@@ -71,7 +67,7 @@ def test_split_by_fraction_keeps_equal_texts_together(tmp_path: Path) -> None:
     assert not set(found["train"]) & set(found["eval"])
 
 
-def test_one_text_is_cut_at_a_line(tmp_path: Path) -> None:
+def test_one_text_is_cut_at_a_line_one_line_anywhere_and_one_letter_nowhere(tmp_path: Path) -> None:
     lines = [f"line {i}\n" for i in range(1000)]
     (tmp_path / "a.txt").write_text("".join(lines))
     found = texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.1)))
@@ -79,9 +75,6 @@ def test_one_text_is_cut_at_a_line(tmp_path: Path) -> None:
     assert head + tail == "".join(lines)
     assert head.endswith("\n")
     assert 0.09 < len(tail) / len(head + tail) < 0.11
-
-
-def test_one_line_is_cut_anywhere_and_one_letter_nowhere(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 100)
     assert texts(find_corpus(option(tmp_path / "a.txt"))) == {"train": ["x" * 95], "eval": ["x" * 5]}
     (tmp_path / "a.txt").write_text("x")
@@ -91,8 +84,8 @@ def test_one_line_is_cut_anywhere_and_one_letter_nowhere(tmp_path: Path) -> None
 def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x\\ud800y"}\n')
     (tmp_path / "b.json").write_text('[{"text": "x\\ud800y"}, {"text": "z"}]')
-    for name, line in (("a.jsonl", 1), ("b.json", 1)):
-        with pytest.raises(DataError, match=rf"{name}:{line}: .*surrogate.*; .* data\.on_bad_row=skip"):
+    for name in ("a.jsonl", "b.json"):
+        with pytest.raises(DataError, match=rf"{name}:1: .*surrogate.*; .* data\.on_bad_row=skip"):
             texts(find_corpus(option(tmp_path / name, eval_fraction=0.0)))
     found = texts(find_corpus(option(tmp_path / "b.json", eval_fraction=0.0, on_bad_row="skip")))
     assert found["train"] == ["z"]
@@ -185,19 +178,25 @@ def test_pattern_without_a_match(tmp_path: Path) -> None:
     assert len(find_corpus(option(tmp_path / "a[1].txt")).files) == 1, "a name that looks like a pattern"
 
 
-def test_parquet_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("pyarrow", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"needs the package pyarrow; pip install 'forgather\[parquet\]'"):
-        texts(find_corpus(option(tmp_path / "a.parquet")))
+@pytest.mark.parametrize(
+    ("name", "modules", "install"),
+    [
+        ("a.parquet", ("pyarrow", "pyarrow.parquet"), r"pyarrow; pip install 'forgather\[parquet\]'"),
+        ("a.txt.zst", ("zstandard", "compression", "compression.zstd"), "zstandard; pip install zstandard"),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, modules: tuple[str, ...], install: str
+) -> None:
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    (tmp_path / name).write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=rf"{name}: .*needs? the package {install}"):
+        texts(find_corpus(option(tmp_path / name)))
 
 
 def test_parquet(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"text": ["one", None, "two"], "n": [1, 2, 3]}), tmp_path / "a.parquet")
+    write_table(tmp_path / "a.parquet", [{"text": text, "n": 1} for text in ("one", None, "two")])
     with pytest.raises(DataError, match=r"a\.parquet:2: 'text' is null, not text.* data\.on_bad_row=skip"):
         texts(find_corpus(option(tmp_path / "a.parquet")))
     corpus = find_corpus(option(tmp_path / "a.parquet", eval_fraction=0.0, on_bad_row="skip"))

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from program import modules_after
 
 from forgather_cli.data.text.tokenizer import END, FileTokenizer, Tokenizer, _pieces, load_tokenizer, train_bpe
 from forgather_cli.errors import DataError
@@ -19,12 +18,13 @@ TEXTS = [
     f"one{END}two{END}",
     "".join(map(chr, range(1, 300))),
 ]
+CORPUS = ["the quick brown fox jumps over the lazy dog\n" * 50, "def f(x):\n    return x\n" * 50]
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bpe")
-    train_bpe(["the quick brown fox jumps over the lazy dog\n" * 50, "def f(x):\n    return x\n" * 50], 320, directory)
+    train_bpe(CORPUS, 320, directory)
     return directory
 
 
@@ -46,10 +46,8 @@ def test_decode_survives_what_a_model_may_generate(bpe: Path) -> None:
             tokenizer.encode("é")[:1] if tokenizer.vocab_size == 257 else [_odd(tokenizer)]
         )
         assert tokenizer.decode(np.array([tokenizer.vocab_size + 5])) == ""
-        end = tokenizer.eos_token_id
-        assert end is not None
-        assert tokenizer.decode([end]) == END
-        assert tokenizer.decode([end], skip_special_tokens=True) == ""
+        end = [tokenizer.eos_token_id]
+        assert (tokenizer.decode(end), tokenizer.decode(end, skip_special_tokens=True)) == (END, "")
 
 
 def _odd(tokenizer: Tokenizer) -> int:
@@ -73,22 +71,17 @@ def test_ids_and_text_are_those_of_transformers_one_by_one_and_together(bpe: Pat
         assert len(theirs) == tokenizer.vocab_size
 
 
-def test_a_saved_tokenizer_is_the_same_again(bpe: Path, tmp_path: Path) -> None:
-    first = FileTokenizer(bpe)
-    first.save(tmp_path / "copy")
-    assert FileTokenizer(tmp_path / "copy").fingerprint == first.fingerprint
+def test_a_saved_tokenizer_is_the_same_again_with_all_files(bpe: Path, tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    FileTokenizer(bpe).save(source)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    FileTokenizer(source).save(copy)
+    assert FileTokenizer(copy).fingerprint == FileTokenizer(bpe).fingerprint
+    assert (copy / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (copy / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
     load_tokenizer("bytes").save(tmp_path / "bytes")
     again = load_tokenizer(str(tmp_path / "bytes"))
     assert (again.vocab_size, again.eos_token_id, again.encode(TEXTS[1])) == (257, 256, list(TEXTS[1].encode()))
-
-
-def test_files_of_a_directory_travel_with_it(bpe: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    FileTokenizer(bpe).save(source)
-    (source / "chat_template.jinja").write_text("{{ messages }}")
-    FileTokenizer(source).save(tmp_path / "copy")
-    assert (tmp_path / "copy" / "chat_template.jinja").read_text() == "{{ messages }}"
-    assert (tmp_path / "copy" / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
 
 
 def test_special_tokens_come_from_whichever_file_names_them(bpe: Path, tmp_path: Path) -> None:
@@ -103,7 +96,7 @@ def test_special_tokens_come_from_whichever_file_names_them(bpe: Path, tmp_path:
 
 
 def test_bpe_training_is_deterministic(bpe: Path, tmp_path: Path) -> None:
-    train_bpe(["the quick brown fox jumps over the lazy dog\n" * 50, "def f(x):\n    return x\n" * 50], 320, tmp_path)
+    train_bpe(CORPUS, 320, tmp_path)
     assert FileTokenizer(tmp_path).fingerprint == FileTokenizer(bpe).fingerprint
     assert len(FileTokenizer(bpe).encode("the quick brown fox")) < 8
 
@@ -124,12 +117,3 @@ def test_a_directory_that_is_none(tmp_path: Path, content: str | None) -> None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"data\.tokenizer.*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-
-
-def test_bytes_need_no_tokenizers_library() -> None:
-    code = """
-from forgather_cli.data.text.tokenizer import load_tokenizer
-tokenizer = load_tokenizer("bytes")
-assert tokenizer.decode(tokenizer.encode("text")) == "text"
-"""
-    assert not {"tokenizers", "torch"} & modules_after(code)

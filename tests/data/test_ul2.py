@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from dataclasses import replace
 from functools import partial
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chats import write_lines
 from paired import lists, mixture, tokens
 from ranks import run_ranks
 from streams import in_order, steps_of
@@ -29,6 +29,8 @@ from forgather_cli.data.paired.sentinels import with_sentinels
 from forgather_cli.data.paired.ul2 import CorpusWindows, DenoisedRows
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError
+
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 
 def t5(window: list[int], span: float, corruption: float, draws: np.random.Generator) -> tuple[list[int], list[int]]:
@@ -141,7 +143,6 @@ def test_denoisers_of_a_run_saved_before_mask_what_they_did(tmp_path: Path) -> N
     del tree["model"]["replace_tokenizer"]
     (tmp_path / "config.yaml").write_text(dump_tree(tree))
     option = load_resumed(tmp_path / "config.yaml", []).config.data
-    assert isinstance(option, Ul2Settings)
     assert [each.share for each in option.denoisers] == [0.5, 0.25]
 
 
@@ -252,8 +253,7 @@ def test_a_stream_goes_on_with_the_very_next_row(tmp_path: Path) -> None:
     texts = iter(range(120))
     for name in "abcd":
         rows = [{"text": f"Text {number} of {number * 7} words " * (1 + number % 5)} for number in islice(texts, 30)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     folder = str(tmp_path)
     alone, count = streamed(folder)
     assert count > 3
@@ -326,7 +326,6 @@ def test_pairs_become_rows_that_hold_them_all() -> None:
             **words, max_encoder_length=24, max_decoder_length=40, packing=packing, eval_fraction=0.1
         )
         data = load_data(option, seed=0, num_sentinels=2)
-        assert data.tokenizer is not None
         batches = [split.__getitems__(range(len(split))) for split in (data.train, data.eval)]
         text = "".join(data.tokenizer.decode(b["labels"][b["labels"] >= 0].tolist()) for b in batches)
         assert sorted(text.split("<|endoftext|>")[:-1]) == sorted("yes " * (n % 5) + "ok" for n in range(40))
