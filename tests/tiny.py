@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.load import load_config
@@ -77,6 +77,16 @@ class RandomTokens(Dataset[dict[str, Tensor]]):
         labels = self.tokens[index].clone()
         labels[self.lengths[index] :] = -100
         return {"input_ids": self.tokens[index], "labels": labels}
+
+
+def stream(data: Any) -> IterableDataset[Any]:
+    """The samples in order, of an unknown number."""
+
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return (data[n] for n in range(len(data)))
+
+    return Stream()
 
 
 def acts(**events: Callable[..., Any]) -> TrainerCallback:
@@ -151,9 +161,9 @@ def train(settings: Config, run_dir: RunDir, rank: RankContext | None = None) ->
     return trainer
 
 
-def metrics(run: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+def metrics(run: Path | str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
     """All records of a run's file."""
-    return [json.loads(line) for line in (run / file).read_text().splitlines()]
+    return [json.loads(line) for line in Path(run, file).read_text().splitlines()]
 
 
 def tensorboard(folder: Path) -> Any:
@@ -163,6 +173,6 @@ def tensorboard(folder: Path) -> Any:
     return EventAccumulator(str(folder)).Reload()
 
 
-def training_curve(run: Path) -> list[tuple[int, float, float]]:
+def training_curve(run: Path | str) -> list[tuple[int, float, float]]:
     """(step, loss, gradient norm) of each training record."""
     return [(r["step"], r["loss"], r["grad_norm"]) for r in metrics(run) if "grad_norm" in r]

@@ -197,20 +197,14 @@ def test_fp32_is_refused_where_the_backward_is_a_kernel(standins: None) -> None:
         ("cut_cross_entropy", "cut_cross_entropy", "loss=cut_cross_entropy: needs the package cut-cross-entropy; pip"),
     ],
 )
+@pytest.mark.usefixtures("standins", "own_directory")
 def test_a_missing_package_is_named_with_the_command_before_anything_starts(
-    standins: None,
-    option: str,
-    missing: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    option: str, missing: str, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.chdir(tmp_path)
     assert forgather("train", "model=nano", "data=synthetic", f"loss={option}", "output_dir=run") == 2
     assert message in capfd.readouterr().err
-    assert not any(tmp_path.iterdir())
+    assert not any(Path().iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------- the real packages

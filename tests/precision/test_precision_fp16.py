@@ -12,16 +12,12 @@ import tiny
 import torch
 import torch.nn.functional as F
 from parity import LAYOUTS, Result, corpus, go_on, scratch, train
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.checkpoint.load import Reader
-from forgather_cli.config.load import load_config
-from forgather_cli.config.schema import FP16Settings
 from forgather_cli.errors import ConfigError, DivergenceError
-from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.build import build_strategy
 
@@ -133,23 +129,6 @@ def assert_logged(history: list[dict[str, float]], seen: Seen, skipped: set[int]
             assert record["grad_norm"] == pytest.approx(seen.norms[step])
 
 
-def test_scale_and_its_growth_are_grad_scalers() -> None:
-    ours = LossScaler(FP16Settings(init_scale=2.0**20, growth_interval=2))
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
-    for value in (1.0, float("inf"), 1.0, 1.0, 1.0, float("nan"), 1.0, float("inf"), float("-inf"), 1.0, 1.0, 1.0):
-        theirs.scale((parameter * value).sum()).backward()
-        theirs.step(optimizer)
-        theirs.update()
-        optimizer.zero_grad()
-        assert ours.overflowed(torch.tensor(abs(value))) == (value != 1.0)
-        assert ours.scale == theirs.get_scale()
-        again = LossScaler(FP16Settings())
-        again.load_state_dict(ours.state_dict())
-        assert again.state_dict() == ours.state_dict()
-
-
 # -------------------------------------------------------------------------------------------------- strategies, resume
 
 BASE = (
@@ -238,49 +217,7 @@ def test_gradients_that_always_overflow_end_the_run(tmp_path: Path) -> None:
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters()), "no overflow was applied"
 
 
-def skips(path: Path) -> tuple[list[float], list[int], list[Tensor]]:
-    """Scales, updates and weights of this rank, of 6 steps that begin with overflows."""
-    seen = Seen()
-    trainer = "trainer=fsdp2" if "fsdp2" in path.name else "trainer=ddp"
-    arguments = tiny.config(
-        path, "precision=fp16", *HIGH, trainer, "save_strategy=no", "eval_strategy=no", "max_steps=6"
-    )
-    made = Trainer(tiny.decoder(), arguments, train_dataset=tiny.RandomTokens(ragged=True), callbacks=[seen])
-    made.train()
-    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in made.model.parameters()]
-    return seen.scales, seen.updates, [w.detach().clone() for w in weights]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_ranks_skip_the_same_steps(tmp_path: Path, strategy: str) -> None:
-    first, second = run_ranks(2, skips, tmp_path / strategy)
-    assert first[:2] == second[:2]
-    assert 0 < len(first[1]) < 6
-    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(first[2], second[2], strict=True))
-
-
 # ------------------------------------------------------------------------------------------------- settings, Python API
-
-REFUSED = {
-    ("trainer=pipeline",): "precision: fp16 scales the loss, which trainer=pipeline does not; set precision=bf16",
-    ("optimizer=adamw", "fuse_optim_with_backward=true", "max_grad_norm=null"): (
-        "fuse_optim_with_backward: steps before anyone knows whether gradients of precision=fp16 overflowed; set "
-        "precision=bf16"
-    ),
-    ("trainer=ddp", "post_local_sgd.enabled=true"): (
-        "post_local_sgd.enabled: ranks that train by themselves would leave out different steps under precision=fp16"
-    ),
-    ("trainer=ddp", "comm_hook=powersgd"): "comm_hook: an overflow of precision=fp16 would stay in powersgd's error",
-    ("trainer=fsdp2", "param_dtype=bf16"): "param_dtype: bf16 contradicts precision=fp16; set precision=bf16",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
-def test_what_fp16_cannot_be_combined_with(words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["precision=fp16", *words])
-    assert REFUSED[words] in str(caught.value)
-    assert len(caught.value.problems) == 1
 
 
 def test_training_arguments_take_fp16(tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def test_the_forward_is_that_of_the_stored_model(tmp_path: Path, recipe: str) ->
     stored = load_quantized(tmp_path, CPU)
     plain, tokens = tiny.decoder(), token_batch()["input_ids"]
     with torch.no_grad():
-        for name in converted_names(model):
+        for name in (name for name, module in model.named_modules() if type(module).__name__ == "FakeQuantizedLinear"):
             x = torch.randn(4, 16, model.get_submodule(name).in_features)  # type: ignore[arg-type]
             torch.testing.assert_close(
                 stored.get_submodule(name)(x), model.get_submodule(name)(x), rtol=1e-5, atol=1e-5
@@ -104,10 +104,6 @@ def test_the_forward_is_that_of_the_stored_model(tmp_path: Path, recipe: str) ->
         trained, plainly = model(tokens), plain(tokens)
         # after sums in another order some activations are rounded to the other neighbour, which others follow
         assert (stored(tokens) - trained).norm() < 0.5 * (plainly - trained).norm()
-
-
-def converted_names(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if type(module).__name__ == "FakeQuantizedLinear"]
 
 
 # ------------------------------------------------------------------------------------------------------- the layers

@@ -89,7 +89,6 @@ def test_a_rise_of_the_mean_for_patience_values_is_a_divergence_and_one_bad_valu
     assert fed.control.should_training_stop
     assert not fed.control.should_abort_without_save
     divergence = fed.control.divergence
-    assert divergence is not None
     assert divergence.sound_step == 12
     mean = 5.0
     means = [mean := 0.3 * v + 0.7 * mean for v in [5.0, 4.0, 3.0, 2, 2, 2, 8, 2, 2, 2, 2, 2, 9, 9, 9]]
@@ -355,7 +354,6 @@ def test_a_divergence_ends_the_run_as_failed(action: str, ranks: tuple[str, ...]
     assert "restart 1" not in job.output
     assert "forgather resume run resumes from the newest healthy checkpoint, step-00000008" in last
     ended = read_exit_record(RUN)
-    assert ended is not None
     assert (ended.code, ended.reason) == (1, last.removeprefix("error: "))
     assert [(info.step, info.healthy) for info in list_checkpoints(RUN)][-1] == (
         (12, False) if action == "stop" else (8, True)
@@ -437,7 +435,6 @@ def test_checkpoints_that_the_run_has_gone_back_from_are_never_resumed_from(tmp_
     assert read_rollbacks(run) == [record]
     assert [info.abandoned for info in list_checkpoints(run)] == [False, True, True]
     newest = newest_valid(run)
-    assert newest is not None
     assert newest.step == 1
 
     saver = saving.checkpointer(tmp_path)

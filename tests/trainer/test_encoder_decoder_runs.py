@@ -8,12 +8,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from paired import UL2, WORDS, write_corpus
 from program import forgather
 from safetensors.torch import load_file
+from tiny import metrics, training_curve
 from two_ranks import train_in_pool
 
 from forgather_cli.run_dir import RunDir
@@ -43,16 +43,8 @@ def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
 
 
-def records(run: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
-
-
-def curve(run: str) -> list[tuple[float, float]]:
-    return [(each["loss"], each["grad_norm"]) for each in records(run) if "grad_norm" in each]
-
-
 def evaluation(run: str) -> dict[str, float]:
-    return next(each for each in reversed(records(run)) if "eval_loss" in each)
+    return next(each for each in reversed(metrics(run)) if "eval_loss" in each)
 
 
 def on_two_ranks(*words: str) -> None:
@@ -68,12 +60,12 @@ def test_layouts_agree(name: str, data: list[str], strategies: list[str]) -> Non
     words = [*WORDS, *data, "max_steps=4", "save_strategy=no"]
     single = f"{name}-single"
     assert forgather("train", *words, f"output_dir={single}") == 0
-    first = next(each for each in records(single) if "tokens" in each)
+    first = next(each for each in metrics(single) if "tokens" in each)
     assert first["tokens"] == first["encoder_tokens"] + first["decoder_tokens"]
     for strategy in strategies:
         run = f"{name}-{strategy}"
         on_two_ranks(*words, f"trainer={strategy}", f"output_dir={run}")
-        assert curve(run) == [pytest.approx(each, rel=1e-5) for each in curve(single)]
+        assert training_curve(run) == [pytest.approx(each, rel=1e-5) for each in training_curve(single)]
         wanted = {name: value for name, value in evaluation(single).items() if "loss" in name or "bits" in name}
         assert {name: evaluation(run)[name] for name in wanted} == pytest.approx(wanted, rel=1e-5)
     if data is not PAIRS:
@@ -85,8 +77,8 @@ def test_rows_padded_together_count_as_each_by_itself() -> None:
     for size, run in ((1, "alone"), (4, "together")):
         sizes = [f"per_device_train_batch_size={size}", f"per_device_eval_batch_size={size}"]
         assert forgather("train", *words, *sizes, f"output_dir={run}") == 0
-    assert curve("together") == [pytest.approx(each, rel=1e-5) for each in curve("alone")]
-    assert [each.get("tokens") for each in records("together")] == [each.get("tokens") for each in records("alone")]
+    assert training_curve("together") == [pytest.approx(each, rel=1e-5) for each in training_curve("alone")]
+    assert [each.get("tokens") for each in metrics("together")] == [each.get("tokens") for each in metrics("alone")]
     of_losses = [
         {name: value for name, value in evaluation(run).items() if any(w in name for w in ("loss", "bits", "targets"))}
         for run in ("alone", "together")
@@ -94,11 +86,11 @@ def test_rows_padded_together_count_as_each_by_itself() -> None:
     assert of_losses[1] == pytest.approx(of_losses[0], rel=1e-5)
     goes_on = ["resume_from_checkpoint=together/checkpoints/step-00000002", "output_dir=again-together"]
     assert forgather("train", *words, "per_device_train_batch_size=4", *goes_on) == 0
-    assert curve("again-together") == curve("together")[2:]
+    assert training_curve("again-together") == training_curve("together")[2:]
 
 
 def test_a_run_goes_on_exactly_and_in_other_layouts() -> None:
-    assert curve("cut") == curve("whole")
+    assert training_curve("cut") == training_curve("whole")
     weights = [
         load_file(RunDir(Path(run)).checkpoints / "step-00000004/model/model.safetensors") for run in ("cut", "whole")
     ]
@@ -106,7 +98,7 @@ def test_a_run_goes_on_exactly_and_in_other_layouts() -> None:
     for strategy, steps in (("ddp", 3), ("fsdp2", 4)):
         words = ["output_dir=moved", "resume_from_checkpoint=true", f"trainer={strategy}", f"max_steps={steps}"]
         on_two_ranks(*SAVED, *words)
-    assert curve("moved") == [pytest.approx(each, rel=1e-5) for each in curve("whole")]
+    assert training_curve("moved") == [pytest.approx(each, rel=1e-5) for each in training_curve("whole")]
 
 
 SHORT = [*WORDS, *UL2, "max_steps=3", "eval_steps=3", "save_strategy=no", "lr_scheduler=constant"]
@@ -116,17 +108,17 @@ SHORT = [*WORDS, *UL2, "max_steps=3", "eval_steps=3", "save_strategy=no", "lr_sc
 def plain(folder: Path) -> list[tuple[float, float]]:
     with contextlib.chdir(folder):
         assert forgather("train", *SHORT, "output_dir=plain") == 0
-        return curve("plain")
+        return training_curve("plain")
 
 
 def test_recomputation_and_bf16_give_the_same_numbers(plain: list[tuple[float, float]]) -> None:
     again = [*SHORT, "gradient_checkpointing=true"]
     assert forgather("train", *again, "output_dir=again") == 0
-    assert curve("again") == plain
+    assert training_curve("again") == plain
     on_two_ranks(*again, "trainer=fsdp2", "output_dir=again-fsdp2")
-    assert curve("again-fsdp2") == [pytest.approx(each, rel=1e-5) for each in plain]
+    assert training_curve("again-fsdp2") == [pytest.approx(each, rel=1e-5) for each in plain]
     on_two_ranks(*again, "precision=bf16", "trainer=fsdp2", "output_dir=half-fsdp2")
-    assert curve("half-fsdp2") == [pytest.approx(each, rel=2e-2) for each in plain]
+    assert training_curve("half-fsdp2") == [pytest.approx(each, rel=2e-2) for each in plain]
 
 
 @pytest.mark.full
@@ -134,7 +126,7 @@ def test_recomputation_and_bf16_give_the_same_numbers(plain: list[tuple[float, f
 def test_compiled_blocks_give_the_same_numbers(plain: list[tuple[float, float]]) -> None:
     compiled = ["torch_compile=true", "torch_compile_backend=aot_eager"]
     assert forgather("train", *SHORT, *compiled, "output_dir=compiled") == 0
-    assert curve("compiled") == [pytest.approx(each, rel=1e-5) for each in plain]
+    assert training_curve("compiled") == [pytest.approx(each, rel=1e-5) for each in plain]
 
 
 def test_what_is_finalized_is_what_transformers_loads() -> None:
@@ -167,7 +159,7 @@ def test_a_finalized_model_is_trained_further(data: list[str]) -> None:
     out = f"output_dir=further-{data[0][5:]}"
     words += ["model=pretrained", "model.path=out", "max_steps=2", "save_strategy=no", "eval_on_start=true", out]
     assert forgather("train", *words) == 0
-    first = next(each for each in records(out[11:]) if "eval_loss" in each)
+    first = next(each for each in metrics(out[11:]) if "eval_loss" in each)
     if data is not PAIRS:
         assert first["eval_loss"] == pytest.approx(evaluation("cut")["eval_loss"], rel=1e-5)
 

@@ -15,8 +15,6 @@ import paired
 import pytest
 import tiny
 from program import forgather
-from torch import Tensor
-from torch.utils.data import IterableDataset
 
 from forgather_cli import Trainer, TrainingArguments, api
 from forgather_cli.errors import ConfigError, DataError
@@ -25,15 +23,8 @@ TRAIN = ["train", "model=nano", "precision=fp32", "device=cpu", "callbacks=minim
          "global_batch_size=1", "max_steps=1", "save_strategy=no"]  # fmt: skip
 
 
-class Nothing(IterableDataset[dict[str, Tensor]]):
-    """Ends before its first sample."""
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        return iter(())
-
-
 def own(kind: str = "list") -> dict[str, Any]:
-    held_out = {"list": [], "stream": Nothing(), "none": None}[kind]
+    held_out = {"list": [], "stream": tiny.stream([]), "none": None}[kind]
     return {"train": tiny.RandomTokens(), "eval": held_out, "seq_len": 16, "vocab_size": 64}
 
 
@@ -125,7 +116,7 @@ def test_a_later_word_that_takes_the_split_away_counts() -> None:
 
 def test_from_python_it_is_refused_as_well() -> None:
     model = tiny.decoder()
-    for dataset in ([], Nothing()):
+    for dataset in ([], tiny.stream([])):
         for asked in ({"eval_strategy": "steps"}, {"eval_on_start": True}):
             args = TrainingArguments(output_dir="run", max_steps=1, device="cpu", **asked)
             trainer = Trainer(model, args, train_dataset=tiny.RandomTokens(), eval_dataset=dataset)

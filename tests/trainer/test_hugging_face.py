@@ -26,9 +26,6 @@ DEFAULTS = {
     name: field.default_factory() if field.default is dataclasses.MISSING else field.default
     for name, field in THEIRS.items()
 }
-ROOT = Path(__file__).parents[2]
-
-
 # ----------------------------------------------------------------------------------------------------------- the table
 
 
@@ -132,10 +129,7 @@ def test_fsdp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPatch, tmp
         ({"logging_steps": 0.1}, "logging_steps"),
         ({"optim": "adafactor"}, "optim"),
         ({"optim": transformers.training_args.OptimizerNames.LION}, "optim"),
-        (
-            {"lr_scheduler_type": "reduce_lr_on_plateau"},
-            "lr_scheduler_type: got 'reduce_lr_on_plateau'; it follows a metric",
-        ),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "'reduce_lr_on_plateau'; it follows a metric"),
         ({"lr_scheduler_type": "none"}, "lr_scheduler_type: got 'none'; use"),
         ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs.power"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr_rate"),
@@ -367,7 +361,6 @@ def test_reports_and_progress_are_those_asked_for(tmp_path: Path) -> None:
     assert shown(disable_tqdm=True, report_to="tensorboard") == {"tensorboard"}
     args = TrainingArguments(report_to=["wandb", "tensorboard"], project="mine", run_name="first")
     trackers = args.callbacks.trackers
-    assert trackers is not None
     assert (trackers.names, trackers.project, trackers.run_name) == (["wandb"], "mine", "first")
 
 

@@ -15,7 +15,7 @@ from ranks import RankError, run_ranks
 from forgather_cli import Sharing, StateComponent, Trainer, TrainerCallback
 from forgather_cli.callbacks.base import Divergence
 from forgather_cli.checkpoint.load import Reader
-from forgather_cli.errors import ConfigError, ReplicationError
+from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 
 LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("trainer=pipeline", "n_microbatches=2")}
@@ -135,25 +135,6 @@ def test_one_device_goes_on_exactly_and_they_may_be_left_out(tmp_path: Path) -> 
     walked(str(tmp_path / "without"), 2)
     without = walked(str(tmp_path / "without"), 4, "resume_components=[model,optimizer,trainer,data]")
     assert [len(path) for path in without.values()] == [3] * 6
-
-
-class Differs(Walk):
-    def state_dict(self) -> dict[str, Any]:
-        return {"rank": torch.tensor(dist.get_rank())}
-
-
-def saves_what_differs(root: str, sharing: str) -> None:
-    trainer = trainer_at(Path(root), "trainer=ddp", "nproc_per_node=2")
-    trainer.add_state_component("walk", Differs(0), sharing)
-    trainer.train()
-
-
-def test_replicated_ones_are_compared(tmp_path: Path) -> None:
-    run_ranks(2, saves_what_differs, str(tmp_path / "a"), "per_rank")
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, saves_what_differs, str(tmp_path / "b"), "replicated")
-    assert isinstance(caught.value.first, ReplicationError)
-    assert "walk" in str(caught.value.first)
 
 
 def adds_on_one_rank(root: str) -> None:

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,15 +129,8 @@ def test_a_long_step_gives_free_memory_back_and_a_short_one_keeps_it() -> None:
     assert all(bool(block.all()) for block in blocks)
 
 
-@pytest.fixture
-def matmul_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.usefixtures("matmul_precision")
-def test_fp32_products_are_as_precise_as_the_setting_says(tmp_path: Path) -> None:
+def test_fp32_products_are_as_precise_as_the_setting_says(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
     tiny_run = ["max_steps=1", "save_strategy=no", "eval_strategy=no", "float32_matmul_precision=medium"]
     tiny.train(tiny.config(tmp_path, *tiny_run), RunDir(tmp_path))
     assert torch.get_float32_matmul_precision() == "medium"

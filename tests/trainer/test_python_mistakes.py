@@ -65,6 +65,15 @@ MISPLACED: list[tuple[Callable[[], Any], str]] = [
     (lambda: made(eval_dataset={"a": DATA, "b": DATA}).evaluate(), r"eval_dataset: got a dict of a, b.*evaluate\("),
     (lambda: made().evaluate("test.txt"), "eval_dataset: got a str"),
     (lambda: made(strategy=7), "7; types: single"),
+    (lambda: made(train_dataset=None).train(), "train_dataset"),
+    (lambda: Trainer(), "model"),
+    (lambda: made(eval_dataset=DATA, compute_metrics=lambda told: 0.5).evaluate(), "compute_metrics"),
+    (lambda: made(eval_dataset=DATA, compute_metrics=len, preprocess_logits_for_metrics=lambda *both: both).evaluate(),
+     "preprocess_logits_for_metrics"),
+    (lambda: TrainingArguments("out", trainer="fsdp"), "trainer.*ddp.*fsdp2"),
+    (lambda: TrainingArguments("out", trainer={"type": "pipeline", "n_microbatch": 3}), r"trainer\.n_microbatch"),
+    (lambda: TrainingArguments("out", learning_rte=1e-3), "learning_rate"),
+    (lambda: TrainingArguments("out", max_steps="many"), "max_steps.*'many'"),  # type: ignore[arg-type]
 ]  # fmt: skip
 
 
@@ -98,14 +107,6 @@ class Labelled(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": DATA.tokens[n], self._name: self._labels}
 
 
-class Streamed(torch.utils.data.IterableDataset[dict[str, Tensor]]):
-    def __init__(self, data: Labelled) -> None:
-        self._data = data
-
-    def __iter__(self) -> Any:
-        return (self._data[n] for n in range(32))
-
-
 LABELS = {
     "of the sequence": (1, r"\(8,\)"),
     "of the sequence, in a column": (torch.tensor([1]), r"\(8, 1\)"),
@@ -119,7 +120,7 @@ LABELS = {
 def test_labels_that_are_not_per_token_are_said_at_the_first_batch(labels: Any, got: str) -> None:
     begun: list[int] = []
     notes = tiny.acts(on_step_begin=lambda state, *_, **kwargs: begun.append(state.global_step))
-    for data in (Labelled(labels), Labelled(labels, "label"), Streamed(Labelled(labels))):
+    for data in (Labelled(labels), tiny.stream(Labelled(labels, "label"))):
         with pytest.raises(DataError, match=rf"train_dataset: labels .*{got}.*(expected|must)") as refused:
             Trainer(tiny.decoder(), arguments(), None, data, callbacks=[notes]).train()
         assert "\n" not in str(refused.value)

@@ -137,7 +137,7 @@ def test_compute_loss_runs_under_autocast(tmp_path: Path) -> None:
     assert trained("mean", str(tmp_path / "again"), {"bf16": True})[0] != exact[0]
 
 
-def test_the_settings_loss_by_super_is_the_settings_loss(tmp_path: Path) -> None:
+def test_the_settings_loss_by_super_and_own_functions_give_the_settings_loss(tmp_path: Path) -> None:
     seen: list[tuple[bool, float, bool]] = []
 
     class Same(Trainer):
@@ -147,11 +147,18 @@ def test_the_settings_loss_by_super_is_the_settings_loss(tmp_path: Path) -> None
             seen.append((return_outputs, float(kwargs["num_items_in_batch"]), outputs.requires_grad))
             return (loss, outputs) if return_outputs else loss
 
-    runs = []
-    for kind in (Trainer, Same):
-        for loss in ("cross_entropy", "linear_cross_entropy"):
+    def own(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def counted(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        total = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+    runs, settings = [], [{"loss": "cross_entropy"}, {"loss": "linear_cross_entropy"}]
+    for kind, losses in ((Trainer, [*settings, {"loss_fn": own}, {"loss_fn": counted}]), (Same, settings)):
+        for n, loss in enumerate(losses):
             sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-            trainer = made(kind, tmp_path / f"{kind.__name__}-{loss}", **{**PLAIN, **sizes, "loss": loss})
+            trainer = made(kind, tmp_path / f"{kind.__name__}-{n}", **{**PLAIN, **sizes, **loss})
             trainer.train()
             runs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
             runs[-1].append(trainer.evaluate()["eval_loss"])
@@ -370,9 +377,7 @@ def test_what_a_strategy_cannot_call_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("answer", [None, 1.0, torch.ones(2), (torch.ones(()), None)])
 def test_what_is_no_loss_is_said(answer: Any, tmp_path: Path) -> None:
     class Wrong(Trainer):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             return (answer, None) if return_outputs else answer
 
     trainer = made(Wrong, tmp_path, max_steps=1)

@@ -15,7 +15,6 @@ import transformers
 from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.data.loaders.collate import Counts
 from forgather_cli.distributed import World
-from forgather_cli.errors import ConfigError
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 
 CPU = torch.device("cpu")
@@ -31,6 +30,9 @@ def measures(told: Any) -> dict[str, Any]:
         found["logits"] = np.float32(predictions.sum())
     if told.inputs is not None:
         found["inputs"] = int(told.inputs.sum())
+    if told.losses is not None:  # of each row the mean of its batch
+        assert len(told.losses) == len(labels)
+        found["losses"] = np.float32(told.losses.mean())
     return found
 
 
@@ -38,7 +40,7 @@ def measures(told: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("preprocess", "settings"),
     [
-        (None, {"include_for_metrics": ["inputs"], "eval_accumulation_steps": 2}),
+        (None, {"include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 2}),
         (lambda logits, labels: logits.argmax(-1), {}),
         (None, {"prediction_loss_only": True}),
     ],
@@ -58,9 +60,10 @@ def test_compute_metrics_gets_what_the_library_gives_it(
         )  # fmt: skip
         answers.append((trainer.evaluate(), trainer.predict(data)))
     (theirs, their_output), (mine, my_output) = answers
-    names = {"eval_accuracy", "eval_rows", "eval_logits", "eval_inputs"} & theirs.keys()
+    measured = {f"eval_{name}" for name in ("accuracy", "rows", "logits", "inputs", "losses")}
+    names = measured & theirs.keys()
     assert {name: mine[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-5)
-    assert names == {"eval_accuracy", "eval_rows", "eval_logits", "eval_inputs"} & mine.keys()
+    assert names == measured & mine.keys()
     assert all(isinstance(mine[name], int | float) for name in names)
     if settings.get("prediction_loss_only"):
         assert (names, my_output.predictions, their_output.predictions) == (set(), None, None)
@@ -68,31 +71,6 @@ def test_compute_metrics_gets_what_the_library_gives_it(
     np.testing.assert_allclose(my_output.predictions, their_output.predictions, rtol=1e-4, atol=1e-6)
     np.testing.assert_array_equal(my_output.label_ids, their_output.label_ids)
     assert my_output.metrics["test_accuracy"] == pytest.approx(their_output.metrics["test_accuracy"])
-
-
-def test_wrong_answers_of_the_users_functions_are_named(tmp_path: Path) -> None:
-    data = tiny.RandomTokens(4)
-    wrong = {
-        "compute_metrics": {"compute_metrics": lambda told: 0.5},
-        "preprocess_logits_for_metrics": {
-            "compute_metrics": measures, "preprocess_logits_for_metrics": lambda *both: both
-        },
-    }  # fmt: skip
-    for named, functions in wrong.items():
-        with pytest.raises(ConfigError, match=named):
-            tiny.script(tmp_path, evaluated=data, **functions).evaluate()
-
-
-def test_losses_are_the_means_of_their_batches(tmp_path: Path) -> None:
-    told: list[Any] = []
-    trainer = tiny.script(
-        tmp_path, evaluated=tiny.RandomTokens(8), compute_metrics=lambda each: told.append(each) or {},
-        include_for_metrics=["loss"], per_device_eval_batch_size=4,
-    )  # fmt: skip
-    loss = trainer.evaluate()["eval_loss"]
-    assert told[0].losses.shape == (8,)
-    assert told[0].losses.mean() == pytest.approx(loss, rel=1e-6)
-    assert [len(each) for each in told[0]] == [8, 8, 8]  # predictions, labels, losses
 
 
 def test_results_are_printed_and_written_as_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

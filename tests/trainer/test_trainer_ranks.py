@@ -205,7 +205,6 @@ def agreed() -> list[Any]:
 
     def read(sync: StepSync) -> tuple[Agreed, int | None]:
         agreed = sync.read()
-        assert agreed is not None
         assert agreed is sync.read()
         sync.apply_requests(agreed.requests)
         sync.clear()
@@ -326,16 +325,6 @@ def test_divergence_ends_all_ranks_at_one_step(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- data of each rank
 
 
-class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
-    """The samples of tiny.RandomTokens in order."""
-
-    def __init__(self, length: int, seed: int) -> None:
-        self.tokens = tiny.RandomTokens(length, seed)
-
-    def __iter__(self) -> Any:
-        return iter(self.tokens)
-
-
 @pytest.mark.parametrize("epochs", [-1, 2])
 def test_shards_of_uneven_length_end_training_together(tmp_path: Path, epochs: int) -> None:
     once, again = zip(*run_ranks(2, shards, str(tmp_path), epochs), strict=True)
@@ -347,9 +336,10 @@ def test_shards_of_uneven_length_end_training_together(tmp_path: Path, epochs: i
 def shards(root: str, epochs: int) -> list[tuple[list[float], int]]:
     """(losses, steps) of a run, and of one that goes on with it."""
     rank, found = dist.get_rank(), []
+    data = tiny.stream(tiny.RandomTokens((11, 30)[rank], rank))
     for resume in (False, True):
         trainer = tiny.script(
-            root, None, Stream((11, 30)[rank], rank), num_train_epochs=epochs, save_strategy="epoch", logging_steps=1,
+            root, None, data, num_train_epochs=epochs, save_strategy="epoch", logging_steps=1,
             global_batch_size=4, per_device_train_batch_size=2, lr_scheduler_type="constant", dispatch_batches=False,
         )  # fmt: skip
         trainer.train(resume_from_checkpoint=resume)
