@@ -7,7 +7,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,6 +67,14 @@ def modules_after(code: str, *words: str, cwd: Path | None = None) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
+def until(condition: Callable[[], object], pause: float = 0.02) -> None:
+    """Wait for what must come within two minutes."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(pause)
+
+
 class Process:
     """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module, or code.
 
@@ -106,6 +115,12 @@ class Process:
             if re.search(pattern, line):
                 return line
         raise AssertionError(f"no line matches {pattern!r} in:\n{self.output}")
+
+    def until(self, condition: Callable[[], object], pause: float = 0.01) -> None:
+        """Wait for what must come while it runs."""
+        while not condition():
+            assert self.process.poll() is None, self.output
+            time.sleep(pause)
 
     def finish(self) -> int:
         """Read to the end; returns the exit code."""
