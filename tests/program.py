@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +76,14 @@ def nobody_runs(pids: Collection[int], seconds: float = 20.0) -> bool:
     return not any(map(is_running, pids))
 
 
+def until(condition: Callable[[], object], pause: float = 0.02) -> None:
+    """Wait for what must come within two minutes."""
+    end = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(pause)
+
+
 class Process:
     """``forgather WORDS`` as a process on one thread, output and errors in one pipe; or another module, or code.
 
@@ -116,6 +124,12 @@ class Process:
             if re.search(pattern, line):
                 return line
         raise AssertionError(f"no line matches {pattern!r} in:\n{self.output}")
+
+    def until(self, condition: Callable[[], object], pause: float = 0.01) -> None:
+        """Wait for what must come while it runs."""
+        while not condition():
+            assert self.process.poll() is None, self.output
+            time.sleep(pause)
 
     def finish(self) -> int:
         """Read to the end; returns the exit code."""

@@ -7,9 +7,9 @@ import io
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
+from program import SMALL as WORDS
 from program import Process, nobody_runs
 from ranks import run_ranks
 
@@ -18,11 +18,7 @@ from forgather_cli.launch.exit_status import ExitRecord, read_exit_record
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import RunDir
 
-SMALL = [
-    "model=nano", "precision=fp32",
-    "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
-    "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu", "output_dir=run",
-]  # fmt: skip
+SMALL = [*WORDS, "output_dir=run"]
 RUN = RunDir(Path("run"))
 
 
@@ -38,9 +34,7 @@ WATCHED = fault("step-nothing")
 
 def acted(job: Process, number: int = 0) -> None:
     """Wait until the fault of that number is there."""
-    while not Path(f"acted-{number}").exists():
-        assert job.process.poll() is None, f"fault {number} did not come"
-        time.sleep(0.02)
+    job.until(Path(f"acted-{number}").exists)
 
 
 def start(*words: str, strategy: str = "ddp", cold: bool = False) -> Process:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ class Run:
     told: list[Any]
 
     def records(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.path / file).read_text().splitlines()]
+        return tiny.metrics(self.path, file)
 
 
 def on_a_rank(config: Config, path: Path, home: Path, name: str) -> Any:

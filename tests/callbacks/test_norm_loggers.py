@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.callbacks.parameter_norms import SpectralNorms
-from forgather_cli.config.schema import ParameterNormSettings
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer
@@ -96,9 +95,7 @@ def steps(path: Path, name: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    found = on_a_rank(str(tmp_path_factory.mktemp("reference")), REFERENCE)
-    assert found is not None
-    return found
+    return on_a_rank(str(tmp_path_factory.mktemp("reference")), REFERENCE)
 
 
 def assert_near(found: list[Norms], expected: list[Norms], rel: float) -> None:
@@ -213,9 +210,7 @@ def test_what_leaves_nothing_to_record_is_told(tmp_path: Path, caplog: pytest.Lo
 
 
 def test_nothing_to_log_is_refused(tmp_path: Path) -> None:
-    words = ("+callbacks.parameter_norms={log_norms: false, log_spectral_norms: false}",)
-    config = tiny.config(tmp_path, *words)
-    assert config.callbacks.parameter_norms == ParameterNormSettings(log_norms=False, log_spectral_norms=False)
+    config = tiny.config(tmp_path, "+callbacks.parameter_norms={log_norms: false, log_spectral_norms: false}")
     with pytest.raises(ConfigError, match=r"callbacks\.parameter_norms: .* both false"):
         tiny.train(config, RunDir(tmp_path))
 
@@ -249,10 +244,6 @@ class Matrices(nn.Module):
             self.register_parameter(name, nn.Parameter(value))
 
 
-def trainer_of(model: nn.Module, path: Path) -> Trainer:
-    return Trainer(model=model, args={"output_dir": str(path), "use_cpu": True, "report_to": "none"})
-
-
 def hard_matrices() -> dict[str, Tensor]:
     torch.manual_seed(0)
     return {
@@ -274,7 +265,7 @@ def hard_matrices() -> dict[str, Tensor]:
 
 def test_spectral_norms_of_all_kinds_of_matrices(tmp_path: Path) -> None:
     values = hard_matrices()
-    spectral = SpectralNorms(FullParameters(trainer_of(Matrices(**values), tmp_path)))
+    spectral = SpectralNorms(FullParameters(tiny.script(tmp_path, Matrices(**values))))
     assert spectral.names == [name for name, value in values.items() if value.ndim == 2]
     for number, steps in enumerate((20, 10, 10)):
         found = dict(zip(spectral.names, spectral.measure(steps).tolist(), strict=True))
@@ -287,7 +278,7 @@ def test_spectral_norms_of_all_kinds_of_matrices(tmp_path: Path) -> None:
 
 def test_what_was_broken_or_zero_recovers(tmp_path: Path) -> None:
     model = Matrices(a=torch.full((6, 5), math.nan), b=torch.zeros(6, 5))
-    spectral = SpectralNorms(FullParameters(trainer_of(model, tmp_path)))
+    spectral = SpectralNorms(FullParameters(tiny.script(tmp_path, model)))
     assert spectral.measure(10).isnan().tolist() == [True, False]
     weight = torch.randn(6, 5)
     with torch.no_grad():
@@ -298,7 +289,7 @@ def test_what_was_broken_or_zero_recovers(tmp_path: Path) -> None:
 
 
 def test_a_vector_that_no_longer_fits_is_replaced(tmp_path: Path) -> None:
-    parameters = FullParameters(trainer_of(Matrices(a=torch.randn(6, 5), b=torch.randn(4, 3)), tmp_path))
+    parameters = FullParameters(tiny.script(tmp_path, Matrices(a=torch.randn(6, 5), b=torch.randn(4, 3))))
     before = SpectralNorms(parameters)
     before.measure(5)
     kept = before.vectors()
@@ -312,7 +303,7 @@ def test_a_vector_that_no_longer_fits_is_replaced(tmp_path: Path) -> None:
 def test_frozen_parameters_have_weights_and_no_gradients(tmp_path: Path) -> None:
     model = Matrices(a=torch.ones(2, 2), b=torch.full((3,), 2.0), c=torch.ones(1))
     model.get_parameter("a").requires_grad_(False)
-    trainer = trainer_of(model, tmp_path)
+    trainer = tiny.script(tmp_path, model)
     assert FullParameters(trainer).weights().tolist() == pytest.approx([4.0, 12.0, 1.0])
     trained_ones = FullParameters(trainer, trained_only=True)
     assert list(trained_ones.shapes) == ["b", "c"]

@@ -175,15 +175,16 @@ OWN = {"textgen": ("prompts", "max_new_tokens"), "divergence": ("threshold", "pa
 """What the default callbacks set otherwise: less text, and a detector that no healthy run, however noisy, sets off."""
 
 
-@pytest.mark.parametrize("name", ["default", "minimal"])
-def test_callback_files_hold_every_setting_at_its_default(name: str, tmp_path: Path) -> None:
-    tree = yaml.safe_load((CONF / "callbacks" / f"{name}.yaml").read_text())
+@pytest.mark.parametrize("files", [["default"], ["minimal"], ["default", "full"]])
+def test_callback_files_hold_every_setting_at_its_default(files: list[str], tmp_path: Path) -> None:
+    found = [yaml.safe_load((CONF / "callbacks" / f"{name}.yaml").read_text()) for name in files]
+    tree = {callback: given for each in found for callback, given in each.items() if callback != "defaults"}
     hints = get_type_hints(schema.CallbackSettings)
     for callback, given in tree.items():
         cls = next(kind for kind in hints[callback].__args__ if dataclasses.is_dataclass(kind))
         own = {key: given[key] for key in OWN.get(callback, ())}
         assert given == {**to_plain(cls()), **own}, callback
-    assert to_tree(load_config(None, [f"callbacks={name}"], cwd=tmp_path).config)["callbacks"] == tree
+    assert to_tree(load_config(None, [f"callbacks={files[-1]}"], cwd=tmp_path).config)["callbacks"] == tree
 
 
 def test_every_setting_has_a_comment_and_the_file_a_description() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from control.entries import entry
 from program import forgather
 
 from forgather_cli.callbacks.base import CommandCounts
@@ -106,9 +107,11 @@ def test_jobs_are_all_of_the_registry_as_control_list_shows_them(
         for name, token in {"mine": TOKEN, "other": TOKEN[::-1]}.items():
             status = {"state": f"training {name}", "step": 5, "max_steps": 9, "metrics": {}}
             served.append(stack.enter_context(serving(queue, lambda status=status: status, name, token)))
-            register(name, served[-1].port, token)
-        register("strange", served[0].port, TOKEN, pid=os.getppid())  # its server says that this is another job
-        register("gone", 1, TOKEN, pid=2**22 + 1)
+            registry.register(entry(name, port=served[-1].port), token)
+        parent, port = os.getppid(), served[0].port  # whose server says that this is another job
+        started = registry.start_of(parent)
+        registry.register(entry("strange", pid=parent, process_start_time=started, port=port), TOKEN)
+        registry.register(entry("gone", pid=2**22 + 1), TOKEN)
         code, told, _ = ask(served[0].port, "GET", "/jobs")
         assert forgather("control", "list", "--json") == 0
     rows = {each["job_id"]: (each["running"], each["state"]) for each in told["jobs"]}
@@ -119,17 +122,6 @@ def test_jobs_are_all_of_the_registry_as_control_list_shows_them(
     assert (code, told["jobs"][1]["status"]["step"]) == (200, 5)
     assert json.loads(capsys.readouterr().out) == told["jobs"]
     assert TOKEN not in json.dumps(told)
-
-
-def register(name: str, port: int, token: str, *, pid: int | None = None) -> None:
-    about = {"host": "127.0.0.1", "hostname": socket.gethostname(), "started_at": "2026", "run_dir": f"/{name}"}
-    pid = os.getpid() if pid is None else pid
-    registry.register(
-        registry.Entry(
-            job_id=name, port=port, pid=pid, process_start_time=registry.start_of(pid) or "", logging_dir="/", **about
-        ),
-        token,
-    )
 
 
 @pytest.mark.parametrize(

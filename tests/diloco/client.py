@@ -170,6 +170,18 @@ class Served:
         self.process.send_signal(signum)
         return self.process.wait(60)
 
+    def is_at(self, number: int) -> bool:
+        """Whether that round has opened."""
+        return (self.client.status()["round"] or 0) >= number
+
+    def ledger(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run.rounds.read_text().splitlines()]
+
+    def used_samples(self) -> list[int]:
+        """Of all counted submissions, sorted."""
+        sent = [sent for line in self.ledger() if line["closed"] for sent in line["closed"]["submissions"]]
+        return sorted(sample for each in sent for first, last in each["ranges"] for sample in range(first, last))
+
     def said(self) -> str:
         return self.output.read_text()
 

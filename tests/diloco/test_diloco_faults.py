@@ -22,23 +22,8 @@ import pytest
 from diloco.client import FakeWorker, certificate, serving
 from diloco.proxy import Proxy
 from diloco.reference import final_weights
-from diloco.workers import (
-    ALL,
-    BATCH,
-    ROUNDS,
-    STEPS,
-    composed,
-    finish,
-    is_at,
-    is_audited,
-    largest_difference,
-    ledger_of,
-    served,
-    until,
-    used_samples,
-    worker,
-)
-from program import forgather
+from diloco.workers import ALL, BATCH, ROUNDS, STEPS, composed, finish, is_audited, largest_difference, served, worker
+from program import forgather, until
 
 from forgather_cli.diloco.client import Away, Client, Fenced
 from forgather_cli.errors import ForgatherError
@@ -83,15 +68,15 @@ def test_kills_in_uploads_and_saves_and_cut_connections_change_no_bit(tmp_path: 
             a.finish()
             assert a.process.poll() == -signal.SIGKILL
             assert RunDir(tmp_path / "a").checkpoint_steps()[-1] == STEPS
-            first = [sent for sent in ledger_of(again)[1]["closed"]["submissions"] if sent["worker"] == "a"]
+            first = [sent for sent in again.ledger()[1]["closed"]["submissions"] if sent["worker"] == "a"]
             assert forgather("diloco", "save", str(again.run.root)) == 0
             (parts / f"{first[0]['parts'][0]}.safetensors").unlink(missing_ok=True)  # as some later save would
             a = worker(again, "a", ALL, address=proxy.address)
             for process in (a, b):
                 finish(process)
             assert proxy.cuts > 3
-            until(lambda: is_at(again, ROUNDS))
-            found, lines = again.client.latest(), ledger_of(again)
+            until(lambda: again.is_at(ROUNDS))
+            found, used = again.client.latest(), again.used_samples()
             late = worker(again, "late", ALL)
             finish(late)
             (told,) = [each for each in again.client.status()["workers"] if each["worker"] == "late"]
@@ -99,7 +84,7 @@ def test_kills_in_uploads_and_saves_and_cut_connections_change_no_bit(tmp_path: 
             assert is_audited(again.run)
     expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, steps=STEPS)
     assert largest_difference(found, expected) == 0.0
-    assert used_samples(lines) == list(range(2 * ROUNDS * STEPS * BATCH))
+    assert used == list(range(2 * ROUNDS * STEPS * BATCH))
 
 
 def test_workers_that_freeze_die_or_stop_cost_the_others_nothing(tmp_path: Path) -> None:
@@ -128,8 +113,8 @@ def test_workers_that_freeze_die_or_stop_cost_the_others_nothing(tmp_path: Path)
         b.process.send_signal(signal.SIGCONT)
         thawed.set()
         finish(b)
-        until(lambda: is_at(server, 6))
-        lines = ledger_of(server)
+        until(lambda: server.is_at(6))
+        lines = server.ledger()
         assert is_audited(server.run)
     counted = [[sent["worker"] for sent in line["closed"]["submissions"]] for line in lines[1:]]
     assert counted == [["a", "b", "c"], ["a"], ["a"], ["a"], [], ["b"]]
@@ -152,7 +137,7 @@ def test_tls_void_changes_a_full_disk_and_a_stop_in_a_round(tmp_path: Path, caps
         process = worker(server, "void", "max_steps=100", void, trusts, address=address)
         assert process.finish() == 1, process.output
         assert "rejected 3 rounds of this worker in a row" in process.output
-        closed = [line["closed"] for line in ledger_of(server)[1:]]
+        closed = [line["closed"] for line in server.ledger()[1:]]
         assert [[name for name, _ in each["rejected"]] for each in closed] == [["void"]] * len(closed)
 
         before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
@@ -197,8 +182,8 @@ def test_a_change_that_is_too_large_leaves_no_trace_though_its_worker_is_killed_
                 for other in others:
                     other.submit({name: values / 10 for name, values in other.change(number).items()}, 10)
             finish(c)
-            until(lambda: is_at(server, ROUNDS))
-            closed = [line["closed"] for line in ledger_of(server)[1:]]
+            until(lambda: server.is_at(ROUNDS))
+            closed = [line["closed"] for line in server.ledger()[1:]]
             assert [[name for name, _ in each["rejected"]] for each in closed] == [[], ["c"], []]
             assert ("max_change" in c.output, "finite" in c.output) == (bool(how), not how)
             assert "round 1 of this worker does not count" in c.output

@@ -7,7 +7,6 @@ import json
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +17,7 @@ import safetensors.torch
 import torch
 from diloco.client import TINY, Client, FakeWorker, Served, serving
 from diloco.workers import is_audited
-from program import Process, forgather
+from program import Process, forgather, until
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -148,9 +147,7 @@ def test_what_was_there_comes_back_where_a_start_of_the_other_kind_in_its_place_
             assert served.end() == 75
     made = 0 if before == "nothing" else run.config.stat().st_ino
     with Process(*(training if before == "server" else server), *["overwrite_output_dir=true"] * (made > 0)) as job:
-        while not run.config.exists() or run.config.stat().st_ino == made:
-            assert job.process.poll() is None, job.output
-            time.sleep(0.001)
+        job.until(lambda: run.config.exists() and run.config.stat().st_ino != made, pause=0.001)
         job.process.kill()
     if before == "train":
         assert forgather("resume", str(run.root), "max_steps=2") == 0
@@ -314,9 +311,7 @@ def test_parts_that_are_wrong_too_long_or_cut_leave_nothing(served: Served, work
         head += f"Forgather-Wire: {client.version}\r\n"
         connection.sendall(f"{head}Content-Length: 5\r\n\r\noth".encode())
     assert client.ask("GET", f"/parts/{wrong}").status == 404
-    end = time.monotonic() + 30
-    while sorted(folder.iterdir()) != before:  # until the server has seen the cut
-        assert time.monotonic() < end
+    until(lambda: sorted(folder.iterdir()) == before)  # the server has seen the cut
     assert client.ask("PUT", f"/parts/{wrong}", b"other").status == 202
     assert client.ask("GET", f"/parts/{wrong}").status == 200
     assert client.ask("PUT", f"/parts/{wrong}", b"other").status == 200

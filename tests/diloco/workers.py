@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from diloco.client import Served, serving
 from program import Process
@@ -44,18 +40,6 @@ def worker(server: Served, name: str, *settings: str, address: str = "") -> Proc
     return Process(*words, *resumes, "--server", address, cwd=root.parent, env={"DILOCO_TOKEN": server.client.token})
 
 
-def is_at(server: Served, number: int) -> bool:
-    """Whether that round has opened."""
-    return (server.client.status()["round"] or 0) >= number
-
-
-def until(condition: Callable[[], bool], pause: float = 0.05) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(pause)
-
-
 def composed(*settings: str) -> Config:
     return load_config("default", [*RECIPE, *settings]).config
 
@@ -63,16 +47,6 @@ def composed(*settings: str) -> Config:
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).abs().max()) for name in one)
-
-
-def ledger_of(server: Served) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in server.run.rounds.read_text().splitlines()]
-
-
-def used_samples(lines: Sequence[dict[str, Any]]) -> list[int]:
-    """Of all counted submissions, sorted."""
-    sent = [sent for line in lines if line["closed"] for sent in line["closed"]["submissions"]]
-    return sorted(sample for each in sent for first, last in each["ranges"] for sample in range(first, last))
 
 
 def is_audited(run: RunDir) -> bool:

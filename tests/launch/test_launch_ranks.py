@@ -11,13 +11,13 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from program import Process, forgather
+from program import Process, forgather, until
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from two_ranks import RUN, SMALL, WATCHED, ended, fault, nobody_left, recorded_steps, start
 
@@ -247,11 +247,9 @@ def test_a_job_folder_carries_words_both_ways(monkeypatch: pytest.MonkeyPatch) -
     assert not job.root.exists()
 
 
-@contextmanager
-def connected() -> Iterator[list[Rendezvous]]:
+def connected() -> list[Rendezvous]:
     port = free_port()
-    places = [Place(rank, 2, rank, 2, "localhost", port) for rank in range(2)]
-    yield [Rendezvous(place) for place in places]
+    return [Rendezvous(Place(rank, 2, rank, 2, "localhost", port)) for rank in range(2)]
 
 
 def stranger(rendezvous: Rendezvous) -> Any:
@@ -272,90 +270,87 @@ def a_run(root: Path) -> RunDir:
 @pytest.mark.parametrize("of_one_node", [True, False])
 def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) -> None:
     folders = [Rendezvous(Place(rank, 2, rank, 2), tmp_path / "folder") for rank in range(2)] if of_one_node else None
-    with nullcontext(folders) if folders else connected() as (first, second):
-        assert second.failure() is None
-        assert second.shared() == (None, "")
-        if not of_one_node:
-            first.share(a_run(RUN.root), going_on=True)
-            while (shared := second.shared()[0]) is None:  # torch's store does not wait until a message has come
-                time.sleep(0.01)
-            assert (Path(shared.root), shared.config, shared.going_on) == (RUN.root.resolve(), "config.yaml", True)
-            assert stat.S_IMODE(RUN.secret.stat().st_mode) == 0o600
-        for rendezvous in (first, second):
-            rendezvous.all_here()
-        second.store.set("where", "1 now")
-        while first.store.get("where") != "1 now":
-            time.sleep(0.01)
-        assert first.store.add("hang", "0")
-        while second.store.get("hang") != "0":
-            time.sleep(0.01)
-        assert not second.store.add("hang", "1")
-        assert first.dead_neighbour() is None
-        lost, raised = status(Kind.LOST, 0, 1.0), status(Kind.ERROR, 1, 2.0)
-        assert first.fail(lost)
-        assert second.fail(raised)  # explains the other, although it comes later
-        assert not first.fail(status(Kind.ERROR, 0, 3.0))
-        assert first.failure() == raised
-        leaving = threading.Thread(target=first.leave)
-        leaving.start()  # waits for the other, if the store is in its process
-        leaving.join(0.3)
-        assert leaving.is_alive() is not of_one_node
-        second.leave()
-        leaving.join(10)
-        assert not leaving.is_alive()
+    first, second = folders or connected()
+    assert second.failure() is None
+    assert second.shared() == (None, "")
+    if not of_one_node:
+        first.share(a_run(RUN.root), going_on=True)
+        until(lambda: second.shared()[0])  # torch's store does not wait until a message has come
+        shared, _ = second.shared()
+        assert (Path(shared.root), shared.config, shared.going_on) == (RUN.root.resolve(), "config.yaml", True)
+        assert stat.S_IMODE(RUN.secret.stat().st_mode) == 0o600
+    for rendezvous in (first, second):
+        rendezvous.all_here()
+    second.store.set("where", "1 now")
+    until(lambda: first.store.get("where") == "1 now")
+    assert first.store.add("hang", "0")
+    until(lambda: second.store.get("hang") == "0")
+    assert not second.store.add("hang", "1")
+    assert first.dead_neighbour() is None
+    lost, raised = status(Kind.LOST, 0, 1.0), status(Kind.ERROR, 1, 2.0)
+    assert first.fail(lost)
+    assert second.fail(raised)  # explains the other, although it comes later
+    assert not first.fail(status(Kind.ERROR, 0, 3.0))
+    assert first.failure() == raised
+    leaving = threading.Thread(target=first.leave)
+    leaving.start()  # waits for the other, if the store is in its process
+    leaving.join(0.3)
+    assert leaving.is_alive() is not of_one_node
+    second.leave()
+    leaving.join(10)
+    assert not leaving.is_alive()
 
 
 def test_a_stranger_in_the_store_is_not_listened_to() -> None:
-    with connected() as (first, second):
-        store = stranger(first)
-        theirs = a_run(Path("theirs"))
-        shared = {"root": str(theirs.root.resolve()), "config": "config.yaml", "sha256": "", "going_on": False}
-        for secret in (None, "guessed"):
-            if secret is not None:
-                theirs.secret.write_text(secret)
-                theirs.secret.chmod(0o600)
-            store.set("shared", "-" * 64 + json.dumps(shared))
-            found, problem = second.shared()
-            assert found is None
-            assert "output_dir" in problem
-        first.share(a_run(RUN.root), going_on=False)
-        known, _ = second.shared()
-        assert known is not None
-        for rendezvous in (first, second):
-            rendezvous.all_here()
-        for unsigned in ("", "-" * 64, "0" * 64):
-            store.set("where", unsigned + "1 now")
-            store.set("failed/cause", unsigned + status(Kind.ERROR, 1, 2.0).to_json())
-            assert second.store.get("where") is second.failure() is None
-        first.store.set("own/0", "1 now")
-        store.set("where", store.get("own/0"))  # signed, as something else
-        assert second.store.get("where") is None
-        assert first.fail(status(Kind.ERROR, 0, 3.0))
-        assert second.failure() == status(Kind.ERROR, 0, 3.0)
-        first.leave(patience=0.0)
+    first, second = connected()
+    store = stranger(first)
+    theirs = a_run(Path("theirs"))
+    shared = {"root": str(theirs.root.resolve()), "config": "config.yaml", "sha256": "", "going_on": False}
+    for secret in (None, "guessed"):
+        if secret is not None:
+            theirs.secret.write_text(secret)
+            theirs.secret.chmod(0o600)
+        store.set("shared", "-" * 64 + json.dumps(shared))
+        found, problem = second.shared()
+        assert found is None
+        assert "output_dir" in problem
+    first.share(a_run(RUN.root), going_on=False)
+    assert second.shared()[0] is not None
+    for rendezvous in (first, second):
+        rendezvous.all_here()
+    for unsigned in ("", "-" * 64, "0" * 64):
+        store.set("where", unsigned + "1 now")
+        store.set("failed/cause", unsigned + status(Kind.ERROR, 1, 2.0).to_json())
+        assert second.store.get("where") is second.failure() is None
+    first.store.set("own/0", "1 now")
+    store.set("where", store.get("own/0"))  # signed, as something else
+    assert second.store.get("where") is None
+    assert first.fail(status(Kind.ERROR, 0, 3.0))
+    assert second.failure() == status(Kind.ERROR, 0, 3.0)
+    first.leave(patience=0.0)
 
 
 def test_a_run_directory_that_another_node_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forgather_cli.launch.rank._SEES_DIRECTORY", 0.1)
-    with connected() as (first, second):
-        run = a_run(RUN.root)
-        first.share(run, going_on=False)
-        other = RankContext(Place(1, 2), rendezvous=second)
-        assert wait_for_start(other).run.root == RUN.root.resolve()
-        secret = run.secret.read_text()
-        differs = "output_dir: .*run of rank 0 is not what .* sees there; set output_dir to a"
-        for change, said in (
-            (lambda: run.config.write_text("seed: 2"), differs),
-            (lambda: run.secret.write_text("other"), differs),
-            (lambda: run.secret.chmod(0o644), "output_dir: .*mode 644.*; set it to .*FORGATHER_LAUNCH_SECRET"),
-            (run.secret.unlink, differs),
-        ):
-            change()
-            with pytest.raises(SetupError, match=said):
-                wait_for_start(other)
-        monkeypatch.setenv("FORGATHER_LAUNCH_SECRET", secret)
-        run.config.write_text("seed: 1")
-        assert wait_for_start(other).run.root == RUN.root.resolve()
+    first, second = connected()
+    run = a_run(RUN.root)
+    first.share(run, going_on=False)
+    other = RankContext(Place(1, 2), rendezvous=second)
+    assert wait_for_start(other).run.root == RUN.root.resolve()
+    secret = run.secret.read_text()
+    differs = "output_dir: .*run of rank 0 is not what .* sees there; set output_dir to a"
+    for change, said in (
+        (lambda: run.config.write_text("seed: 2"), differs),
+        (lambda: run.secret.write_text("other"), differs),
+        (lambda: run.secret.chmod(0o644), "output_dir: .*mode 644.*; set it to .*FORGATHER_LAUNCH_SECRET"),
+        (run.secret.unlink, differs),
+    ):
+        change()
+        with pytest.raises(SetupError, match=said):
+            wait_for_start(other)
+    monkeypatch.setenv("FORGATHER_LAUNCH_SECRET", secret)
+    run.config.write_text("seed: 1")
+    assert wait_for_start(other).run.root == RUN.root.resolve()
 
 
 # ------------------------------------------------------------------------------------------------------- a run of ours
@@ -365,9 +360,7 @@ def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
     with start("max_steps=100000", "save_strategy=no", *WATCHED) as job:
         job.read_until("step 3/")
         job.process.send_signal(signal.SIGUSR2)
-        until = time.monotonic() + 30
-        while "Current thread" not in RUN.rank_log(1).read_text() and time.monotonic() < until:
-            time.sleep(0.05)
+        until(lambda: "Current thread" in RUN.rank_log(1).read_text())
         for pid in (job.process.pid, *(int(Path(f"pid-{rank}").read_text()) for rank in range(2))):
             os.kill(pid, signal.SIGTERM)  # as Slurm and systemd do: to all of them, and it is one signal
         assert job.finish() == 75, job.output
@@ -394,20 +387,13 @@ def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
 
 def test_a_signal_before_ranks_have_begun_ends_them_with_the_launcher() -> None:
     with start("max_steps=10", cold=True) as job:
-        until = time.monotonic() + 60
-        while len(ranks := children(job.process.pid)) < 2 and time.monotonic() < until:
-            time.sleep(0.005)
+        until(lambda: len(children(job.process.pid)) >= 2, 0.005)
+        ranks = children(job.process.pid)
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 143, job.output
     assert job.lines[-2:] == ["", "ended at once by SIGTERM before the first step; there is no checkpoint"]
     assert ended().code == 143
     assert [pid for pid in ranks if is_running(pid)] == []
-
-
-def test_dry_run_says_what_would_be_started(capsys: pytest.CaptureFixture[str]) -> None:
-    assert forgather("train", *SMALL, "trainer=ddp", "nproc_per_node=2", "--dry-run") == 0
-    assert "ranks           2 ranks, started by torchrun" in capsys.readouterr().out
-    assert not RUN.root.exists()
 
 
 # ------------------------------------------------------------------------------------------------- a world of others
@@ -418,8 +404,7 @@ def torchrun(options: str, *words: str) -> Process:
 
 
 def test_ranks_that_torchrun_has_started_join_and_its_restarts_go_on() -> None:
-    words = [word for word in SMALL if not word.startswith("output_dir")]
-    words += ["save_steps=4", "async_save=false", *fault("step-raise", after=6)]
+    words = [*SMALL[:-1], "save_steps=4", "async_save=false", *fault("step-raise", after=6)]
     with torchrun("--nproc-per-node=2 --max-restarts=1", "train", *words, "trainer=ddp", "max_steps=8") as job:
         assert job.finish() == 0, job.output
     assert job.output.count("training from step 0") == 1

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -154,9 +153,7 @@ def test_under_nohup_a_run_outlives_terminal_and_pipe_and_a_burst_of_one_signal_
         job.process.stdout.close()
         job.process.send_signal(signal.SIGHUP)
         size = RUN.metrics.stat().st_size
-        while RUN.metrics.stat().st_size < 2 * size:
-            assert job.process.poll() is None
-            time.sleep(0.02)
+        job.until(lambda: RUN.metrics.stat().st_size >= 2 * size)
         for _ in range(3):  # as coreutils' timeout does, to the process and to its group
             job.process.send_signal(signal.SIGTERM)
         assert job.process.wait(timeout=60) == 75

@@ -6,11 +6,10 @@ import contextlib
 import os
 import signal
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
-from program import Process
+from program import Process, until
 from two_ranks import SMALL
 
 from forgather_cli.launch.processes import children, is_running, torchrun_folder
@@ -59,9 +58,7 @@ def test_what_a_killed_run_leaves_goes_with_the_next_command(temporary: Path, tr
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         job.finish()
-    until = time.monotonic() + 20
-    while any(is_running(pid) for pid in family) and time.monotonic() < until:
-        time.sleep(0.02)
+    until(lambda: not any(map(is_running, family)))
     assert ours(temporary)  # or nothing is tested here
     with start(temporary, "trainer=single", "max_steps=2", "dataloader_num_workers=0", "output_dir=next") as job:
         assert job.finish() == 0, job.output

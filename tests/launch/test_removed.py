@@ -6,11 +6,10 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from program import Process
+from program import Process, until
 from two_ranks import RUN, SMALL
 
 from forgather_cli.launch.exit_status import MISTAKE, from_error
@@ -33,8 +32,7 @@ def test_a_directory_that_goes_away_ends_the_run_with_one_message(how: str, word
         pids = [job.process.pid, *(int(pid) for task in tasks for pid in task.read_text().split())]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        while not all(map(is_at_rest, pids)):  # each thread stops when it is its turn
-            time.sleep(0.01)
+        until(lambda: all(map(is_at_rest, pids)))  # each thread stops when it is its turn
         os.rename("run", "elsewhere") if how == "moved" else shutil.rmtree("run")
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,13 +13,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from program import Process, forgather
+import tiny
+from program import SMALL as WORDS
+from program import Process, forgather, printed
 from two_ranks import SMALL, recorded_steps
 
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
-WORDS = [word for word in SMALL if not word.startswith("output_dir")]
 TWO_NODES = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=20"]
 Script = Callable[..., str]
 
@@ -32,12 +30,7 @@ def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     """The file for the given words."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def printed(*words: str) -> str:
-        capsys.readouterr()
-        assert forgather("train", *words, "--print-sbatch") == 0
-        return capsys.readouterr().out
-
-    return printed
+    return lambda *words: printed(capsys, "train", *words, "--print-sbatch").out
 
 
 def options(script: str) -> dict[str, str]:
@@ -145,14 +138,7 @@ class Slurm:
 
 
 def test_a_job_saves_before_its_limit_and_goes_on_when_it_is_requeued(script: Script) -> None:
-    Path("slow.py").write_text(
-        "import pathlib, time\n"
-        "from forgather_cli.callbacks.base import TrainerCallback\n"
-        "class UntilToldOtherwise(TrainerCallback):\n"
-        "    def on_step_end(self, args, state, control, **kwargs):\n"
-        "        time.sleep(0 if pathlib.Path('quick').exists() else 0.3)\n"
-    )
-    words = [*WORDS, *TWO_NODES, "+callbacks.slow._target_=slow.UntilToldOtherwise"]
+    words = [*WORDS, *TWO_NODES, "+callbacks.slow={_target_: stalls.Slow, seconds: 0.3}"]
     slurm = Slurm(script(*words))
     assert slurm.options["nodes"] == "2"
     assert {"requeue", "signal"} <= slurm.options.keys()
@@ -169,11 +155,8 @@ def test_a_job_saves_before_its_limit_and_goes_on_when_it_is_requeued(script: Sc
     assert recorded_steps(run) == list(range(1, 21))
     with Process("train", *words, "nproc_per_node=2", "nnodes=1", "output_dir=undisturbed") as job:
         assert job.finish() == 0, job.output
-    losses = [
-        [json.loads(line)["loss"] for line in each.metrics.read_text().splitlines() if '"loss"' in line]
-        for each in (run, RunDir(Path("undisturbed")))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    found, undisturbed = (tiny.training_curve(root) for root in (run.root, Path("undisturbed")))
+    assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in undisturbed], rel=1e-6)
 
 
 def task(rank: int, *words: str, cold: bool = False, **variables: str) -> Process:
@@ -185,35 +168,14 @@ def task(rank: int, *words: str, cold: bool = False, **variables: str) -> Proces
     return Process(*words, cold=cold, env={**environment, **variables})
 
 
-def until(reached: Callable[[], bool], job: Process) -> None:
-    while not reached():
-        assert job.process.poll() is None, job.output
-        time.sleep(0.02)
-
-
 def handles_sigterm(pid: int) -> bool:
     """Whether a process has a handler by now."""
     caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("trained")
-    with contextlib.chdir(folder):
-        assert forgather("train", *SMALL, "max_steps=2") == 0
-    return folder / "run"
-
-
-@pytest.fixture
-def used(trained: Path) -> RunDir:
-    """A run with a checkpoint, of step 2."""
-    shutil.copytree(trained, "run")
-    return RunDir(Path("run"))
-
-
 WAITS = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=4"]
-STEP_2 = "ended at once by SIGTERM before the first step; the newest checkpoint is step 2"
+ENDED = "ended at once by SIGTERM before the first step; the newest checkpoint is step 3"
 
 
 @pytest.mark.parametrize(
@@ -228,15 +190,15 @@ def test_a_signal_while_a_task_waits_for_the_one_that_has_the_run(used: RunDir, 
             nobody.accept()[0].close()
             job.process.send_signal(signal.SIGTERM)
             assert job.finish() == 75
-            assert STEP_2 in job.output
+            assert ENDED in job.output
 
 
 def test_a_signal_while_the_task_that_has_the_run_waits(used: RunDir) -> None:
     with task(0, "resume", "run", *WAITS) as job:
-        until(used.secret.exists, job)  # what to train is told
+        job.until(used.secret.exists)  # what to train is told
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 75
-        assert STEP_2 in job.output
+        assert ENDED in job.output
         assert job.lines[-1] == "forgather resume run"
     stopped = read_exit_record(used)
     assert (stopped.state, stopped.code) == ("stopped", 75)
@@ -246,16 +208,16 @@ def test_a_signal_as_soon_as_a_task_hears_it(used: RunDir) -> None:
     """Before it has composed a config or imported torch. RANK and WORLD_SIZE are set by the script, as many do."""
     by_script = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     with task(0, "resume", "run", *WAITS, cold=True, **by_script) as job:
-        until(lambda: handles_sigterm(job.process.pid), job)
+        job.until(lambda: handles_sigterm(job.process.pid))
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 75
-        assert STEP_2 in job.output
+        assert ENDED in job.output
     assert not used.later_starts()
 
 
 def test_a_signal_while_tasks_of_a_fresh_run_start() -> None:
     with task(0, "train", *SMALL, *WAITS) as job:
-        until(RunDir(Path("run")).secret.exists, job)
+        job.until(RunDir(Path("run")).secret.exists)
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 128 + signal.SIGTERM
         assert "there is no checkpoint" in job.output
