@@ -1,4 +1,4 @@
-"""What the tests of data parallel share: a few steps on this rank by a strategy."""
+"""What tests of data parallel and of sharded training share: a few steps on this rank by a strategy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import tiny
 import torch
 from torch import Tensor, nn
-from whole_batch import CPU, Slices, cut, global_batch, grads_of, targets, weights_of
+from whole_batch import CPU, Slices, cut, global_batch, targets, whole
 
 from forgather_cli.config.schema import DDPSettings
 from forgather_cli.distributed import clip_grad_norm, world
@@ -30,11 +30,14 @@ def strategy_of(
 class Run:
     """A few optimizer steps on this rank by a strategy, and what they were."""
 
-    def __init__(self, strategy: DataParallel) -> None:
+    def __init__(self, strategy: Any, parameters: dict[str, nn.Parameter] | None = None, lr: float = 1e-2) -> None:
+        """``parameters``: by other names than the model has them."""
         self.strategy = strategy
         self.outer = outer_loop(strategy, world())
         self.model = strategy.parts[0]
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.parameters = parameters or dict(self.model.named_parameters(remove_duplicate=False))
+        self.distinct = list(dict.fromkeys(self.parameters.values()))
+        self.optimizer = torch.optim.AdamW(self.distinct, lr=lr)
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.grads: list[dict[str, Tensor]] = []
@@ -43,15 +46,16 @@ class Run:
         batch = global_batch(number)
         mine: Any = [cut(batch, rows) for rows in slices[self.strategy.data_rank]]
         self.losses.append(float(self.strategy.forward_backward(mine if sized else iter(mine), targets(batch))))
-        self.grads.append(grads_of(self.model))
-        self.norms.append(float(clip_grad_norm(list(self.model.parameters()), 1.0)))
+        self.grads.append({name: whole(p.grad) for name, p in self.parameters.items() if p.grad is not None})
+        norm = clip_grad_norm(self.distinct, 1.0, self.strategy.model_group, self.strategy.duplicates)
+        self.norms.append(float(norm))
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.outer is not None:
             self.outer.after_optimizer_step()
 
     def result(self) -> dict[str, Any]:
-        weights = weights_of(self.model)
+        weights = {name: whole(p) for name, p in self.parameters.items()}
         return {"losses": self.losses, "norms": self.norms, "grads": self.grads, "weights": weights}
 
 

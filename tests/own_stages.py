@@ -86,12 +86,6 @@ def forgets_the_embedding(model: nn.Module, stages: Any) -> list[nn.Module]:
     return parts
 
 
-def doubles_a_block(model: Any, stages: Any) -> list[nn.Module]:
-    parts: list[Any] = split(model, stages)
-    parts[1].blocks["0"] = model.blocks[0]
-    return parts
-
-
 def renames(model: nn.Module, stages: Any) -> list[nn.Module]:
     return [nn.Sequential(part) for part in split(model, stages)]
 

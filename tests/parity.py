@@ -12,7 +12,7 @@ import functools
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,16 +116,7 @@ class Probe(TrainerCallback):
         share.data_rank = strategy.data_rank
         held = {**named_tensors(strategy.parts), **trainer.optimizer.state_tensors()}
         share.begin = {name: (box_of(t).rows[0], local(t.detach()).clone()) for name, t in held.items()}
-        strategy.forward_backward = self._noting(strategy.forward_backward)
-
-    def _noting(self, forward_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def noted(microbatches: Any, step_targets: Tensor) -> Tensor:
-            rows: list[Tensor] = []
-            loss = forward_backward(_Noted(microbatches, rows), step_targets)
-            self.share.samples.append(torch.cat(rows) if rows else torch.empty(0, SEQ_LEN, dtype=torch.int64))
-            return loss
-
-        return noted
+        self._steps = tiny.note_batches(strategy)
 
     def on_train_metrics(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.share.losses.append(float(kwargs["loss"]))
@@ -139,7 +130,8 @@ class Probe(TrainerCallback):
         self.share.eval_losses.append(kwargs["metrics"]["eval_loss"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        strategy, share = kwargs["trainer"].strategy, self.share
+        strategy, share, none = kwargs["trainer"].strategy, self.share, torch.empty(0, SEQ_LEN, dtype=torch.int64)
+        share.samples = [torch.cat([none, *(batch["input_ids"] for batch in step)]) for step in self._steps]
 
         def logits(batch: Any, **options: Any) -> Any:
             found = strategy.logits(batch, **options)
@@ -151,21 +143,6 @@ class Probe(TrainerCallback):
         with evaluation_mode(strategy.parts):
             real = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
             share.tokens = generate(logits, prompts, real, max_new_tokens=8, do_sample=False)
-
-
-class _Noted:
-    """Micro-batches that leave their token ids in ``rows`` as they are taken."""
-
-    def __init__(self, microbatches: Any, rows: list[Tensor]) -> None:
-        self._microbatches, self._rows = microbatches, rows
-
-    def __len__(self) -> int:
-        return len(self._microbatches)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._microbatches:
-            self._rows.append(batch["input_ids"].clone())
-            yield batch
 
 
 def run_rank(config: Config, path: Path) -> Share:
@@ -231,8 +208,6 @@ def merged(shares: list[Share], path: Path) -> Result:
     for share in shares[1:]:
         assert repr(share.norms) == repr(first.norms)  # to the last bit; NaN, of a step skipped under fp16, is NaN
         assert share.eval_losses == first.eval_losses
-        assert first.tokens is not None
-        assert share.tokens is not None
         assert torch.equal(share.tokens, first.tokens)
     by_data_rank = {share.data_rank: share for share in reversed(shares)}
     slices = [by_data_rank[rank].samples for rank in sorted(by_data_rank)]

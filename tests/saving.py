@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,15 @@ def components(step: int) -> list[Component]:
 def write_model_files(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (directory / "empty.txt").write_text("")
+
+
+def failing(error: Exception) -> Callable[[Path], None]:
+    """In the place of ``write_model_files``."""
+
+    def write(directory: Path) -> None:
+        raise error
+
+    return write
 
 
 def rows(named: dict[str, Tensor]) -> dict[str, LocalShard]:
@@ -142,6 +153,17 @@ def after_a_kill(run: RunDir, reached: int, size: int) -> int:
     step = reader.step if reader else 0
     assert step == (run.checkpoint_steps() or [0])[-1] >= reached, (step, reached)
     return step
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """Files of this process get no larger than ``limit`` bytes: RLIMIT_FSIZE makes real writes fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def damage(path: Path, change: Callable[[bytearray], Any]) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import saving
 import torch
-from safetensors.torch import save_file
 from saving import Box, flip
 
 from forgather_cli.checkpoint.components import Component, Sharing
 from forgather_cli.checkpoint.load import Reader, restore_components
-from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir
 
@@ -57,30 +54,6 @@ def test_missing_and_truncated_files_are_found_by_size(tmp_path: Path, level: An
     assert "model/empty.txt is missing" in message
     assert "model/model.safetensors has " in message
     reader.verify("none")
-
-
-def test_a_damaged_newest_one_is_reported_and_the_one_before_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = saving.saved_run(tmp_path, 1, 2, 3, 4)
-    saving.damage(run.checkpoint(4) / "optimizer" / "optimizer.safetensors", flip(-1))
-    saving.damage(run.checkpoint(3) / "manifest.json", flip(100))
-    saving.assert_content(saving.newest(run), 2)
-    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(messages) == 2
-    assert any("step-00000004: is damaged: optimizer/optimizer.safetensors has other content" in m for m in messages)
-    assert any("step-00000003/manifest.json: is damaged" in m for m in messages)
-
-
-def test_healthy_ones_are_preferred(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = saving.saved_run(tmp_path, 1)
-    saving.saved_run(tmp_path, 2, 3, healthy=False)
-    assert saving.newest(run).step == 1
-    assert "step-00000003: was saved while training looked diverged" in caplog.text
-    caplog.clear()
-    saving.damage(run.checkpoint(1) / "state.json", flip(0))
-    assert saving.newest(run).step == 3
-    assert "no healthy one is left" in caplog.text
 
 
 # --------------------------------------------------------------------------------------------------------- foreign
@@ -216,35 +189,6 @@ def test_garbage_is_an_error_at_verify_none_too(tmp_path: Path) -> None:
         reader.state("rng")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a safetensors file"):
         reader.model_names()
-
-
-def test_files_of_safetensors_own_writer_are_read(tmp_path: Path) -> None:
-    full = saving.tensors(3)
-    save_file(full, tmp_path / "x.safetensors", metadata={"by": "others"})
-    reader = TensorReader(tmp_path / "x.safetensors")
-    assert reader.specs.keys() == full.keys()
-    for name, tensor in full.items():
-        saving.assert_equal(reader.read(name), tensor)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 80]}},
-        {"w": {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}},
-        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
-        {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
-        {"w": {"dtype": "F5", "shape": [2], "data_offsets": [0, 8]}},
-        {"w": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}},
-        [1],
-    ],
-    ids=str,
-)  # fmt: skip
-def test_headers_that_lie_are_refused(tmp_path: Path, header: Any) -> None:
-    text = json.dumps(header).encode()
-    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(CheckpointError, match=r"x\.safetensors: is not a safetensors file"):
-        TensorReader(tmp_path / "x.safetensors")
 
 
 def test_a_row_is_read_from_its_own_bytes(tmp_path: Path) -> None:

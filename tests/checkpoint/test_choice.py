@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import saving
@@ -33,21 +31,17 @@ def run(tmp_path: Path) -> RunDir:
     return saving.saved_run(tmp_path, 4, 5, healthy=False)
 
 
-def chosen_of(run: RunDir, *how: Any, ask: Callable[..., Any] = choose) -> Any:
-    chosen = ask(run, *how)
-    assert chosen is not None
-    return chosen
-
-
 def test_the_newest_whole_one_and_a_healthy_one_if_there_is_any(run: RunDir) -> None:
     assert [(each.step, each.healthy) for each in candidates(run)] == [
         (3, True), (2, True), (1, True), (5, False), (4, False),
     ]  # fmt: skip
     steps = []
     for step in (3, 2, 1, 5):
-        chosen = chosen_of(run)
+        chosen = choose(run)
         assert (chosen.path, chosen.healthy) == (run.checkpoint(chosen.step), chosen.step < 4)
         assert len(chosen.why) == len(steps) + 1  # each damaged one, and what is to be known of the newest
+        told = ", but no healthy one is left" if chosen.step > 3 else f"; {chosen.path} is used"
+        assert f"{run.checkpoint(5)}: was saved while training looked diverged{told}" in chosen.why[-1]
         steps.append(chosen.step)
         (run.checkpoint(step) / "state.json").unlink()
     assert steps == [3, 2, 1, 5]
@@ -60,7 +54,7 @@ def test_the_newest_whole_one_and_a_healthy_one_if_there_is_any(run: RunDir) -> 
 
 def test_by_size_or_by_content(run: RunDir) -> None:
     saving.damage(run.checkpoint(3) / "model/model.safetensors", saving.flip(-1))
-    assert (chosen_of(run).step, chosen_of(run, Manifest.problems).step) == (3, 2)
+    assert (choose(run).step, choose(run, Manifest.problems).step) == (3, 2)
 
 
 def test_what_the_run_has_gone_back_from_is_no_candidate(run: RunDir) -> None:
@@ -84,11 +78,11 @@ def test_nobody_falls_back_behind_a_newer_format(run: RunDir) -> None:
 def test_one_of_a_newer_format_that_is_older_is_in_nobody_s_way(run: RunDir) -> None:
     make_newer(run, 2)
     for ask in (choose, newest_valid, would_resume):
-        assert chosen_of(run, ask=ask).step == 3
+        assert ask(run).step == 3
     assert [each.step for each in healthy_ones(run)] == [3, 1]  # for a rollback, and for the best one
     for step in (1, 3):
         (run.checkpoint(step) / "state.json").unlink()
-    assert (chosen_of(run).step, chosen_of(run).healthy) == (5, False)
+    assert (choose(run).step, choose(run).healthy) == (5, False)
     for step in (4, 5):
         (run.checkpoint(step) / "state.json").unlink()
     with pytest.raises(CheckpointError, match="checkpoint format 7"):  # nothing else is left
@@ -99,7 +93,7 @@ def test_of_damaged_manifests_those_are_told_that_would_have_been_taken(tmp_path
     run = saving.saved_run(tmp_path, 2, 4, 6, 8)
     for step in (2, 8):
         (run.checkpoint(step) / "manifest.json").write_text("")
-    [why] = chosen_of(run).why
+    [why] = choose(run).why
     assert str(run.checkpoint(8)) in why
     assert f"; {run.checkpoint(6)} is used" in why
     for step in (4, 6):

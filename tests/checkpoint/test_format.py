@@ -18,7 +18,7 @@ from forgather_cli.errors import CheckpointError
 WORD, WORDS = {"dtype": "F64", "shape": [], "data_offsets": [0, 8]}, {"dtype": "F32", "shape": [2]}
 
 
-def written(path: Path, header: dict[str, Any], data: int, more: int = 0) -> int:
+def written(path: Path, header: Any, data: int, more: int = 0) -> int:
     """A file with so many bytes behind its header, whose length is said with ``more``. Where they begin."""
     text = json.dumps(header).encode()
     path.write_bytes((len(text) + more).to_bytes(8, "little") + text)
@@ -51,11 +51,14 @@ def test_a_header_says_where_each_tensor_is(tmp_path: Path) -> None:
         ({"a": WORDS | {"shape": [2.0], "data_offsets": [0, 8]}}, 8, 0, "whole numbers"),
         ({"a": WORDS | {"data_offsets": [-1, 7]}}, 8, 0, "whole numbers"),
         ({"a": WORDS | {"data_offsets": [0, 9]}}, 9, 0, "do not match its shape"),
+        ({"a": WORDS | {"data_offsets": [0, 80]}}, 8, 0, "do not match its shape"),
+        ({"a": WORDS | {"shape": [-2, -1], "data_offsets": [0, 8]}}, 8, 0, ""),
+        ({"a": WORDS | {"shape": [1 << 40], "data_offsets": [0, 1 << 42]}}, 8, 0, ""),
+        ({"a": WORDS | {"shape": 2, "data_offsets": [0, 8]}}, 8, 0, ""),
+        ([1], 8, 0, ""),
     ],
 )
-def test_headers_of_other_files_are_refused(
-    tmp_path: Path, header: dict[str, Any], data: int, more: int, message: str
-) -> None:
+def test_headers_of_other_files_are_refused(tmp_path: Path, header: Any, data: int, more: int, message: str) -> None:
     written(tmp_path / "x", header, data, more)
     with pytest.raises(CheckpointError, match=f"x: is not a safetensors file .*{message}"):
         read_header(tmp_path / "x")
@@ -120,6 +123,7 @@ def test_data_begins_at_a_multiple_of_eight(length: int, tmp_path: Path) -> None
     assert {name: at for name, (_, at) in read_header(tmp_path / "x").items()} == file.offsets
     begin = 8 + int.from_bytes(file.header[:8], "little")
     text = file.header[8:].decode()
+    assert json.loads(text)["__metadata__"] == {"format": "pt"}
     assert (begin, begin % 8, len(text) - len(text.rstrip()) < 8) == (len(file.header), 0, True)
     assert file.offsets == {"b" * length: begin, "c": begin + 12}
     assert file.size == begin + 20
@@ -159,6 +163,8 @@ V, W = TensorSpec("v", "F32", (1000,)), TensorSpec("w", "F32", (600,))
         ([whole(X, Y)] * 3, [[("x", 0, 5)], [("x", 5, 5), ("y", 0, 1)], [("y", 1, 5)]]),
         ([[Piece(X, 5, 5), *whole(Y)], [Piece(X, 0, 5), *whole(Y)]],
          [[("x", 5, 5), ("y", 0, 3)], [("x", 0, 5), ("y", 3, 3)]]),
+        ([[Piece(V, start, 500)] for start in (0, 0, 500, 500)],  # HSDP 2x2
+         [[("v", start, 250)] for start in (0, 250, 500, 750)]),
         ([whole(D), whole(D)], [[], []]),
     ],
 )  # fmt: skip

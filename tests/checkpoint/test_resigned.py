@@ -15,7 +15,7 @@ from program import Process, forgather
 from safetensors.torch import load_file, save_file
 from saving import resign
 
-from forgather_cli.checkpoint.format import FiniteScan, is_finite
+from forgather_cli.checkpoint.format import is_finite
 from forgather_cli.documents.encoding import DTYPES, raw_bytes
 
 SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
@@ -193,24 +193,6 @@ def test_every_value_that_is_not_finite_is_seen(dtype: torch.dtype) -> None:
         expected = bool(value.double().isfinite())
         content = memoryview(raw_bytes(torch.stack([torch.zeros_like(value), value])).numpy().tobytes())
         assert is_finite(content, DTYPES[dtype]) == expected, value
-
-
-@pytest.mark.parametrize("cut", [1, 3, 8, 1000])
-def test_a_scan_finds_them_wherever_the_bytes_are_cut(tmp_path: Path, cut: int) -> None:
-    tensors = {
-        "a": torch.ones(5),
-        "b": torch.ones(7, dtype=torch.float64),
-        "c": torch.ones(3).bfloat16(),
-        "d": torch.ones(2),
-    }
-    tensors["b"][6], tensors["c"][0], tensors["d"][1] = float("nan"), float("inf"), float("nan")
-    save_file(tensors, tmp_path / "x.safetensors")
-    content = (tmp_path / "x.safetensors").read_bytes()
-    scan = FiniteScan(tmp_path / "x.safetensors", ["d"])
-    step = 8 * cut
-    for begin in range(0, len(content), step):
-        scan.look(begin, memoryview(content)[begin : begin + step])
-    assert set(scan.found) == {"b", "c"}
 
 
 # --------------------------------------------------------------------------------------------------- fields of files

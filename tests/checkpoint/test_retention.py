@@ -184,9 +184,12 @@ def test_a_name_is_given_back_to_what_was_replaced_alone(tmp_path: Path) -> None
     run = saving.saved_run(tmp_path, 1, 2)
     run.checkpoint(1).rename(run.checkpoints / ".replaced-step-00000001-77.0")
     for name in ("replaced-step-00000002", "replaced-trial", "tmp-step-00000003", "trash-step-00000004"):
-        (run.checkpoints / f".{name}-77.1").mkdir()
+        (run.checkpoints / f".{name}-77.1" / "model").mkdir(parents=True)
+    (run.checkpoints / ".tmp-step-00000002-77.4").write_text("half a manifest")
+    (run.checkpoints / ".mine").write_text("not ours")
     clean(run)
-    assert (run.checkpoint_steps(), saving.debris(run)) == ([1, 2], [])
+    assert (run.checkpoint_steps(), saving.debris(run)) == ([1, 2], [".mine"])
+    saving.assert_content(Reader(run.checkpoint(1)), 1)
     saving.assert_content(Reader(run.checkpoint(2)), 2)
 
 

@@ -8,13 +8,10 @@ from typing import Any
 
 import pytest
 import tiny
-from parity import SCHEDULES
 from ranks import run_ranks
 from torch import Tensor
 
 from forgather_cli.callbacks.base import TrainerCallback
-from forgather_cli.config.schema import PipelineSettings
-from forgather_cli.plan.pipeline import in_flight
 from forgather_cli.plan.run import RunPlan, make_plan
 from forgather_cli.run_dir import RunDir
 from forgather_cli.shards import local
@@ -177,47 +174,6 @@ def test_early_ranks_of_1f1b_keep_more_activations(tmp_path: Path) -> None:
     assert first - second == second - third > third / 4
     all_at_once = plan(tmp_path, 4, "trainer=pipeline", "n_microbatches=8", "schedule=GPipe")
     assert all_at_once.ranks[0].activations == first + 4 * (first - second)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("schedule", [each for each in SCHEDULES if each not in ("1F1B", "GPipe")])
-def test_micro_batches_in_flight_are_those_of_torchs_schedule(schedule: Any, world: int) -> None:
-    for microbatches in (2 * world, 4 * world):
-        settings = PipelineSettings(schedule=schedule, n_microbatches=microbatches)
-        orders = torch_order(settings, world)
-        expected = [most_waiting(orders[rank]) for rank in range(world)]
-        assert [in_flight(settings, rank, world) for rank in range(world)] == expected
-
-
-class FakeStage:
-    """As much of a pipeline stage as a schedule looks at when it makes its order."""
-
-    has_backward, submod = True, None
-
-    def __init__(self, index: int, world: int, count: int) -> None:
-        self.stage_index, self.group_rank, self.group_size, self.num_stages = index, 0, world, count
-        self.is_first, self.is_last = index == 0, index == count - 1
-        self.stage_index_to_group_rank: dict[int, int] = {}
-
-
-def torch_order(settings: PipelineSettings, world: int) -> dict[int, list[Any]]:
-    """What each rank does in which order, by torch's own schedule."""
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    count = world * settings.stages_each
-    own = [0, count - 1] if settings.schedule in ("ZBVZeroBubble", "DualPipeV") else list(range(0, count, world))
-    stages = [FakeStage(index, world, count) for index in own]
-    order: dict[int, list[Any]] = get_schedule_class(settings.schedule)(stages, settings.n_microbatches).pipeline_order
-    return order
-
-
-def most_waiting(order: list[Any]) -> int:
-    """Forwards that still wait for (all of) their backward, at most."""
-    now = most = 0
-    for action in (part for each in order if each is not None for part in (each.sub_actions or (each,))):
-        now += {"F": 1, "B": -1, "W": -1}.get(action.computation_type.value, 0)
-        most = max(most, now)
-    return most
 
 
 def test_the_command_prints_every_rank_and_stage(capsys: pytest.CaptureFixture[str]) -> None:

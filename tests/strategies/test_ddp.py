@@ -35,14 +35,14 @@ from whole_batch import (
     weights_of,
 )
 
-from forgather_cli.config.schema import BF16Settings, DDPSettings, PostLocalSGD, RunSettings, SingleSettings
+from forgather_cli.config.schema import DDPSettings, PostLocalSGD, RunSettings, SingleSettings
 from forgather_cli.errors import ConfigError
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.strategies import ddp
-from forgather_cli.strategies.base import Batch, ModelSpec
+from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.ddp import DataParallel
-from forgather_cli.trainer import Trainer, TrainingArguments
+from forgather_cli.trainer import TrainingArguments
 
 # ------------------------------------------------------------------------------------------------------- one result
 
@@ -262,7 +262,6 @@ def evaluated_by_rank_1() -> float | None:
     if strategy.data_rank == 0:
         return None
     logits = strategy.logits({"input_ids": global_batch(0)["input_ids"]}, last_only=True)
-    assert logits is not None
     assert logits.shape == (12, 1, 64)
     total, count = strategy.loss(global_batch(0))
     return float(total / count)
@@ -285,29 +284,13 @@ def test_one_rank_is_a_single_device(settings: dict[str, Any]) -> None:
     assert (strategy.data_size, strategy.gradient_sharing, strategy.own_state) == (1, None, None)
 
 
-def in_bf16() -> torch.dtype:
-    strategy = DataParallel.from_settings(DDPSettings(), CPU, CrossEntropy(), BF16Settings())
-    strategy.materialize(ModelSpec(tiny.decoder))
-    seen = []
-    strategy.parts[0].register_forward_hook(lambda module, inputs, logits: seen.append(logits.dtype))
-    batch = global_batch(0)
-    strategy.forward_backward([batch], targets(batch))
-    return seen[0]
-
-
-def test_precision_reaches_the_forward() -> None:
-    assert run_ranks(2, in_bf16) == [torch.bfloat16] * 2
-
-
 # ------------------------------------------------------------------------------------------------------ from a script
 
 
 def script(folder: str, **arguments: Any) -> dict[str, Any]:
     """What a user of Hugging Face's Trainer would run under torchrun."""
-    args = TrainingArguments(
-        folder, max_steps=3, logging_steps=1, save_strategy="no", per_device_train_batch_size=4, **arguments
-    )
-    trainer = Trainer(tiny.decoder(), args, train_dataset=tiny.RandomTokens(24, ragged=True))
+    sizes = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4}
+    trainer = tiny.script(folder, None, tiny.RandomTokens(24, ragged=True), **sizes, **arguments)
     trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     return {"strategy": trainer.strategy.name, "losses": losses, "weights": weights_of(trainer.model)}

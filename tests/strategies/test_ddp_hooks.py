@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from whole_batch import Slices, close, cut, equal, even, global_batch, mean_loss, reference, weights_of
 
-from forgather_cli import DDPSettings, Trainer, TrainerCallback, TrainingArguments
+from forgather_cli import DDPSettings, TrainerCallback
 from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.documents.encoding import Encoded, decode
 from forgather_cli.errors import ConfigError, TrainingError
@@ -223,11 +223,12 @@ class Exports(TrainerCallback):
 def exported(root: str, ending: str) -> tuple[dict[int, str], dict[str, Tensor]]:
     """Steps whose weights could not be written; this rank's weights at the end. Averages are at steps 2 and 5."""
     directory = Path(root)
-    more = {"save_strategy": "no", "run_name": ending, "max_steps": 6 if ending == "done" else 9, "use_cpu": True}
-    args = TrainingArguments(f"{root}/run", learning_rate=1e-2, per_device_train_batch_size=2, **more)
-    exports, strategy = Exports(directory), DDPSettings(post_local_sgd=LOCAL)
-    data = tiny.RandomTokens(64, ragged=True)
-    trainer = Trainer(tiny.decoder(), args, None, data, strategy=strategy, callbacks=[exports])
+    exports = Exports(directory)
+    trainer = tiny.script(
+        directory / "run", None, tiny.RandomTokens(ragged=True), max_steps=6 if ending == "done" else 9,
+        run_name=ending, learning_rate=1e-2, per_device_train_batch_size=2, callbacks=[exports],
+        strategy=DDPSettings(post_local_sgd=LOCAL),
+    )  # fmt: skip
     trainer.train()
     trainer.save_model(str(directory / "end"))
     return exports.refused, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

@@ -15,6 +15,7 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from ddp import Buffered, Run
 from ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -39,7 +40,6 @@ from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.shards import local
 from forgather_cli.strategies.base import Batch, ModelSpec
 from forgather_cli.strategies.fsdp2 import FullyShard
-from forgather_cli.trainer import Trainer, TrainingArguments
 
 reference = partial(steps_of, lr=1e-3)
 
@@ -80,19 +80,10 @@ def named(strategy: FullyShard) -> dict[str, Any]:
 
 def trained(strategy: FullyShard, plan: Slices) -> dict[str, Any]:
     """A few AdamW steps on this rank, and what they were."""
-    parameters = named(strategy)
-    distinct = list(dict.fromkeys(parameters.values()))
-    optimizer = torch.optim.AdamW(distinct, lr=1e-3)
-    losses, norms, grads = [], [], []
+    run = Run(strategy, named(strategy), lr=1e-3)
     for step in range(3):
-        batch = global_batch(step)
-        mine = [cut(batch, rows) for rows in plan[strategy.data_rank]]
-        losses.append(float(strategy.forward_backward(mine, targets(batch))))
-        grads.append({name: whole(p.grad) for name, p in parameters.items()})
-        norms.append(float(clip_grad_norm(distinct, 1.0, strategy.model_group, strategy.duplicates)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": {n: whole(p) for n, p in parameters.items()}}
+        run.step(step, plan)
+    return run.result()
 
 
 # ------------------------------------------------------------------------------------------------------- one result
@@ -281,9 +272,7 @@ def evaluated(settings: dict[str, Any]) -> dict[str, Any]:
         shares = strategy.loss(cut(global_batch(9), case.plan[strategy.data_rank][0]))
         losses.append([float(share) for share in shares])
         tokens.append(written(strategy.logits, prompts, real))
-        found = strategy.logits(cut(global_batch(9), slice(0, 2)))
-        assert found is not None
-        logits.append(found)
+        logits.append(strategy.logits(cut(global_batch(9), slice(0, 2))))
         assert all(isinstance(p, DTensor) for p in strategy.parts[0].parameters())
         batch = global_batch(step)
         mine = [cut(batch, rows) for rows in case.plan[strategy.data_rank]]
@@ -402,12 +391,11 @@ def test_the_optimizer_in_the_backward_equals_the_ordinary_one(option: Any, rank
 
 def script(folder: str, sharded: bool) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """What a user of the Trainer would run."""
-    args = TrainingArguments(
-        folder, max_steps=4, logging_steps=1, save_strategy="no", fuse_optim_with_backward=True, max_grad_norm=None,
-        per_device_train_batch_size=4 if sharded else 8,
+    trainer = tiny.script(
+        folder, None, tiny.RandomTokens(ragged=True), max_steps=4, logging_steps=1, fuse_optim_with_backward=True,
+        max_grad_norm=None, per_device_train_batch_size=4 if sharded else 8,
+        strategy=FullyShard(CPU, CrossEntropy()) if sharded else None,
     )  # fmt: skip
-    strategy = FullyShard(CPU, CrossEntropy()) if sharded else None
-    trainer = Trainer(tiny.decoder(), args, train_dataset=tiny.RandomTokens(64, ragged=True), strategy=strategy)
     trainer.train()
     return trainer.state.log_history, {n: whole(p) for n, p in trainer.model.state_dict().items()}
 
@@ -536,16 +524,8 @@ def test_one_process_makes_a_group_for_itself(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.usefixtures("no_group")
 def test_a_model_without_blocks_is_gathered_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.out = nn.Embedding(64, 8), nn.Linear(8, 64)
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            return self.out(self.embed(input_ids))
-
     strategy = FullyShard(CPU, CrossEntropy())
-    strategy.materialize(ModelSpec(Flat))
+    strategy.materialize(ModelSpec(Buffered))
     total, count = strategy.loss(global_batch(0))
     assert math.isfinite(total / count)
-    assert "Flat has no list of equal blocks" in caplog.text
+    assert "Buffered has no list of equal blocks" in caplog.text

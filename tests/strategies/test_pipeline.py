@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ from forgather_cli.config.schema import (
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.loss import CrossEntropy, Loss, build_loss
-from forgather_cli.models import build as models_build
 from forgather_cli.models import files
+from forgather_cli.models.build import load_pretrained
 from forgather_cli.models.cache import KVCache
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate
@@ -50,6 +51,14 @@ SHAPE: dict[str, Any] = {
     "vocab_size": V, "max_position_embeddings": 64, "attention_bias": True, "qk_norm": True,
 }  # fmt: skip
 Batch = dict[str, Tensor]
+
+
+def pipeline_of(spec: ModelSpec, loss: Loss | None = None, precision: Any = None, **settings: Any) -> Any:
+    from forgather_cli.strategies.pipeline import Pipeline
+
+    pipeline = Pipeline.from_settings(PipelineSettings(**settings), CPU, loss or CrossEntropy(), precision)
+    pipeline.materialize(spec)
+    return pipeline
 
 
 @dataclass(frozen=True)
@@ -91,16 +100,10 @@ class Case:
         return model
 
     def strategy(self) -> Any:
-        from forgather_cli.strategies.pipeline import Pipeline
-
-        settings = PipelineSettings(
-            schedule=self.schedule,  # type: ignore[arg-type]
-            n_microbatches=self.n_microbatches,
-            shard=self.shard,
-        )
-        pipeline = Pipeline.from_settings(settings, CPU, self.loss_of(), BF16Settings() if self.bf16 else None)
-        pipeline.materialize(ModelSpec(self.on_meta, init=partial(init_parameters, seed=3)))
-        return pipeline
+        spec = ModelSpec(self.on_meta, init=partial(init_parameters, seed=3))
+        precision = BF16Settings() if self.bf16 else None
+        settings = {"schedule": self.schedule, "n_microbatches": self.n_microbatches, "shard": self.shard}
+        return pipeline_of(spec, self.loss_of(), precision, **settings)
 
     def loss_of(self) -> Loss:
         if self.loss == "user":
@@ -299,24 +302,6 @@ def test_tied_weights_stay_equal_and_are_counted_once() -> None:
     assert both_ends["duplicates"] == 0
 
 
-def steps_twice(schedule: str) -> bool:
-    case = Case(schedule, tied=True, loss="fused", batches=TWO_BATCHES)
-    first, second = stepped(case), stepped(case)
-    return all(torch.equal(first["grads"][n], second["grads"][n]) for n in first["grads"])
-
-
-def repeated() -> list[bool]:
-    torch.use_deterministic_algorithms(True)
-    try:
-        return [steps_twice(schedule) for schedule in EVERY]
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_every_schedule_repeats_itself_bit_by_bit() -> None:
-    assert all(all(rank) for rank in run_ranks(2, repeated))
-
-
 def recomputations(schedule: str) -> int:
     pipeline = Case(schedule, checkpointing=True).strategy()
     calls = []
@@ -404,20 +389,6 @@ def pretrained_directory(folder: Path, model: Decoder) -> Path:
     return folder
 
 
-class _Noting:
-    """An open file of tensors that notes which of them are read."""
-
-    def __init__(self, tensors: Any, read: set[str]) -> None:
-        self._tensors, self._read = tensors, read
-
-    def keys(self) -> list[str]:
-        return list(self._tensors.keys())
-
-    def get_slice(self, name: str) -> Any:
-        self._read.add(name)
-        return self._tensors.get_slice(name)
-
-
 def loaded_parts(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
     """The tensors this rank reads, and its parameters."""
     read: set[str] = set()
@@ -426,17 +397,12 @@ def loaded_parts(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
     @contextmanager
     def noting(path: Path) -> Iterator[Any]:
         with opened(path) as tensors:
-            yield _Noting(tensors, read)
+            noted = Mock(wraps=tensors)
+            yield noted
+            read.update(call.args[0] for call in noted.get_slice.call_args_list)
 
-    files.opened = noting
-    try:
-        from forgather_cli.strategies.pipeline import Pipeline
-
-        pipeline = Pipeline.from_settings(PipelineSettings(), CPU, build_loss(), None)
-        init = partial(models_build.load_pretrained, path=folder)
-        pipeline.materialize(ModelSpec(Case(tied=True).on_meta, init=init))
-    finally:
-        files.opened = opened
+    with patch.object(files, "opened", noting):
+        pipeline = pipeline_of(ModelSpec(Case(tied=True).on_meta, init=partial(load_pretrained, path=folder)))
     return read, {n: p.detach() for part in pipeline.parts for n, p in part.named_parameters()}
 
 
@@ -476,13 +442,9 @@ class Narrow(Residual):
     hidden_size = 8
 
 
-def materialized(build: Callable[[], nn.Module], loss: Any = None, **settings: Any) -> Any:
-    from forgather_cli.strategies.pipeline import Pipeline
-
+def materialized(build: Callable[[], nn.Module], **settings: Any) -> Any:
     torch.manual_seed(5)
-    pipeline = Pipeline.from_settings(PipelineSettings(**settings), CPU, build_loss(loss), None)
-    pipeline.materialize(ModelSpec(build))
-    return pipeline
+    return pipeline_of(ModelSpec(build), **settings)
 
 
 def users_model() -> tuple[dict[str, Tensor], Tensor, float]:
@@ -510,29 +472,18 @@ def test_a_users_model_is_the_one_its_constructor_draws() -> None:
             torch.testing.assert_close(grad, model.get_parameter(name).grad)
 
 
-def given_object() -> None:
-    model = Residual()
-    materialized(lambda: model)
-
-
 class OneBackward(CrossEntropy):
     is_separable = False
 
 
-def whole_loss() -> None:
-    from forgather_cli.strategies.pipeline import Pipeline
-
-    Pipeline.from_settings(PipelineSettings(schedule="DualPipeV"), CPU, OneBackward(), None)
-
-
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "a model as an object": (
-        given_object,
+        lambda: materialized(cache(Residual)),
         ModelError,
         "give the Trainer a model_init, a function that makes the model",
     ),
     "a loss that cannot be split": (
-        whole_loss,
+        lambda: pipeline_of(ModelSpec(Residual), OneBackward(), schedule="DualPipeV"),
         ModelError,
         "loss: OneBackward has one backward for inputs and weights, which schedule=DualPipeV splits; set loss=linear",
     ),
