@@ -41,7 +41,8 @@ def memorize(model: nn.Module, text: str, steps: int = 40) -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(ids)[0, :-1], ids[0, 1:]).backward()
+        scores = model(ids)
+        nn.functional.cross_entropy(getattr(scores, "logits", scores)[0, :-1], ids[0, 1:]).backward()
         optimizer.step()
     return model
 
