@@ -181,7 +181,7 @@ def test_every_mistake_has_a_line_and_the_exit_code_is_2(forgather: Forgather) -
     head, *lines = done.err.splitlines()
     assert head == "error: 6 config mistakes"
     names = ("a b", "data.files", "learning_rat", "model=tinyy", "n_microbatches", "seq_len")
-    assert all(line.startswith(name) for line, name in zip(sorted(map(str.strip, lines)), names, strict=True))
+    assert all(line.startswith(f"  - {name}") for line, name in zip(sorted(lines), names, strict=True))
     assert list(Path().iterdir()) == []
 
 
@@ -263,8 +263,6 @@ def test_plan_counts_parameters_operations_and_bytes(forgather: Forgather) -> No
 def test_plan_tells_what_auto_will_be(forgather: Forgather) -> None:
     words = ["plan", *SMALL, "precision=auto", "max_steps=7"]
     plan = forgather(*words, "--json").json()
-    assert plan["precision"] in ("bf16", "fp32")
-    assert plan["auto_because"]
     assert re.search(
         rf"^ *precision +{plan['precision']} \(auto: {re.escape(plan['auto_because'])}\)", forgather(*words).out, re.M
     )

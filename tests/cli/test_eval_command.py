@@ -273,10 +273,11 @@ def test_mistakes_are_one_message(
         assert code == 2
         return told
 
-    told = refused(str(run), "max_steps=3", "hidden_size=64", "optimizer=sgd", "eval_steps=3", "max_stepz=3")
-    assert "5 config mistakes" in told
+    told = refused(str(run), "max_steps=3", "hidden_size=64", "optimizer=sgd", "eval_steps=3")
+    assert "4 config mistakes" in told
     assert "max_steps: nothing reads it in eval, which trains nothing; leave it out" in told
     assert "model.hidden_size: eval takes the model of SOURCE as it is; leave it out" in told
+    assert "max_stepz: unknown setting" in refused(str(run), "max_stepz=3")
     assert "max_steps: nothing reads it" in refused(str(run / "checkpoints/step-00000003/model"), "max_steps=5")
     told = refused(str(run), "--output", "nowhere/report.json")
     assert re.search("has no folder.*; name a file in a folder that exists and may be written", told)
