@@ -92,6 +92,7 @@ def model_directory(path: Path, **settings: Any) -> Path:
 def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
     """One message, and nothing left behind."""
     before = sorted(Path().rglob("*"))
+    capsys.readouterr()  # transformers' bars, of models that it wrote
     assert forgather("finalize", *words) == code
     message = capsys.readouterr().err
     assert sorted(Path().rglob("*")) == before
