@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+from forgather_cli.config.accelerate_file import accelerate_settings
+from forgather_cli.errors import ConfigError
 
 WRITTEN: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
@@ -34,3 +38,16 @@ def become_rank_0(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], wo
     place = {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": "localhost"}
     for name, number in place.items():
         monkeypatch.setenv(name, str(number))
+
+
+def wrong(path: Path) -> list[str]:
+    """What is wrong with a file, without its name."""
+    with pytest.raises(ConfigError) as caught:
+        accelerate_settings(path, own_decoder=True)
+    return [problem.removeprefix("accelerate_config: ").replace(f" in {path}", "") for problem in caught.value.problems]
+
+
+def assert_begin(problems: list[str], starts: list[str]) -> None:
+    """As many problems, each of which begins so."""
+    assert len(problems) == len(starts), problems
+    assert [start for start in starts if not any(problem.startswith(start) for problem in problems)] == []

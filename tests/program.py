@@ -53,11 +53,31 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> Result:
     return Result(forgather(*words), *capsys.readouterr())
 
 
+def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The output of a command that succeeds."""
+    done = printed(capsys, *words)
+    assert done.code == 0, done.err
+    return done.out
+
+
 def document(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     """The JSON document of a command that succeeds."""
-    done = printed(capsys, *words, "--json")
-    assert done.code == 0, done.err
-    return done.json()
+    return json.loads(shown(capsys, *words, "--json"))
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The errors of a command that ends with 2."""
+    done = printed(capsys, *words)
+    assert done.code == 2, done
+    return done.err
+
+
+def write(path: Path | str, text: str) -> Path:
+    """A file of the user's, with its folder."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
 
 
 def modules_after(code: str, *words: str, cwd: Path | None = None) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import fcntl
+import io
 import os
 import pty
 import re
@@ -15,6 +16,13 @@ import termios
 from multiprocessing.connection import wait
 
 from forks import Program
+
+
+class Screen(io.StringIO):
+    """What a stream of this process is made, so that it is taken for a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 class Terminal:

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import chats
 import paired
 import pytest
 from program import Process, forgather
 
+from forgather_cli.config.decode import dump_tree
 from forgather_cli.documents.json_and_yaml import parse_yaml
 from forgather_cli.documents.regular_files import write_whole
 
@@ -46,7 +46,7 @@ def test_a_run_whose_name_cannot_be_shown_is_done_and_looked_at() -> None:
     assert "\\u6570" in run("latin-1", "runs", "list", "o")
     for encoding in ("latin-1", "ascii"):
         told = run(encoding, "checkpoint", "list", "o/数😀", "--json").splitlines()
-        document: Any = json.loads("\n".join(told[[line[:1] in "[{" for line in told].index(True) :]))
+        document = json.loads("\n".join(told[[line[:1] in "[{" for line in told].index(True) :]))
         assert "数😀" in json.dumps(document, ensure_ascii=False)
     shown = run("ascii", "data", "show", "o/数😀", "--json").splitlines()
     assert json.loads(next(line for line in shown if line.startswith("{")))["samples"]
@@ -106,8 +106,6 @@ def test_a_name_in_other_bytes_is_one_message(words: tuple[str, ...], capfd: pyt
 
 
 def test_what_holds_such_a_name_can_be_read_again(tmp_path: Path) -> None:
-    from forgather_cli.config.decode import dump_tree
-
     tree = {"directory": f"/{BYTES}/数"}
     write_whole(tmp_path / "a", dump_tree(tree))
     assert parse_yaml((tmp_path / "a").read_text(encoding="utf-8")) == tree

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 from program import Process, Result, forgather, printed
-from safetensors.torch import load_file, save_file
 from saving import damage, flip
 
 from forgather_cli.config.schema import EVALUATED
@@ -130,32 +129,10 @@ def trained(program: Program, run_of_two_steps: Path) -> Path:
 
 # ------------------------------------------------------------------------------------------------- config mistakes
 
-CONFIG_MISTAKES = {
-    "model=nanno": "model=nanno: no such option; did you mean nano?",
-    "+callbacks.mine._target_=mine.Counts +callbacks.mine.pth=x": "callbacks.mine.pth: mine.Counts takes no such arg",
-    "data=text data._target_=mine.data": "data._target_: takes the place of data=text; leave one of them out",
-    "model._target_=users_parts.Words model.wdth=3": "model.wdth: users_parts.Words takes no such argument",
-}
 
-
-@pytest.mark.parametrize("overrides", CONFIG_MISTAKES)
-def test_config_mistakes(program: Program, overrides: str) -> None:
-    message = program.refuses("train", *overrides.split(" "), "output_dir=run")
-    assert CONFIG_MISTAKES[overrides] in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ([*TEXT, "model.vocab_size=1000000000000"], "model.vocab_size=1000000000000"),
-        ([*TEXT, "num_hidden_layers=100000000"], "model.num_hidden_layers=100000000"),
-        ([*TEXT, "trainer=ddp", "nproc_per_node=2", "hidden_size=100000000"], "model.hidden_size=100000000"),
-    ],
-)
-def test_a_model_that_cannot_fit_is_refused_before_it_is_built(program: Program, words: list[str], name: str) -> None:
-    message = program.refuses("train", *words)
-    assert name in message.partition(": ")[0]
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built(program: Program) -> None:
+    message = program.refuses("train", *TEXT, "num_hidden_layers=100000000")
+    assert "model.num_hidden_layers=100000000" in message.partition(": ")[0]
     assert "GiB" in message
 
 
@@ -184,48 +161,11 @@ def test_a_best_metric_that_no_evaluation_has(program: Program) -> None:
     assert {f"eval_{name}" for name in EVALUATED} == {name for name in names if name.startswith("eval_")}
 
 
-def write(path: str, text: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
-
-
-# ------------------------------------------------------------------------------------------------------------- data
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.files=[short.txt]", "data.seq_len=512"],
-         r"data\.seq_len: 512 is longer than the training split of 5 tokens; set data\.seq_len=5 or less"),
-        (["tokenizer=nowhere"], r"data\.tokenizer: no tokenizer\.json in 'nowhere'; give bytes, bpe or a directory"),
-        (["vocab_size=100"], r"model\.vocab_size: the tokenizer has 257 tokens, got 100; set model\.vocab_size=null"),
-    ],
-)  # fmt: skip
-def test_data_and_tokenizer(program: Program, overrides: list[str], message: str) -> None:
-    Path("short.txt").write_text("short")
-    said = program.refuses("train", *TEXT, *overrides)
-    assert re.match(message, said), said
-    assert "\n" not in said
-
-
 def test_a_set_up_mistake_leaves_an_empty_directory_of_the_user_empty(program: Program) -> None:
     Path("run").mkdir()
     program.refuses("train", *SYNTHETIC, "model.vocab_size=100")
     assert list(Path("run").iterdir()) in ([], [Path("run/.lock")])
     assert program("train", *SYNTHETIC, "max_steps=1", "save_strategy=no").code == 0
-
-
-# ------------------------------------------------------------------------------------------------------ pretrained
-
-
-def test_a_pretrained_directory_that_lacks_tensors(program: Program, trained: Path) -> None:
-    shutil.copytree(Path(STEP_2) / "model", "model")
-    tensors = load_file("model/model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}
-    save_file(kept, "model/model.safetensors", {"format": "pt"})
-    said = program.refuses("train", *SYNTHETIC, "model=pretrained", "model.path=model")
-    assert said.startswith("model.path: model lacks 3 tensors (model.layers.1.mlp.down_proj.weight, ")
-    assert "; mend config" in said
 
 
 # ------------------------------------------------------------------------------------------------- the run directory
@@ -278,12 +218,6 @@ def test_a_run_whose_overwriting_was_killed_in_set_up_comes_back(
     assert contents() == before
 
 
-def test_directories_that_cannot_be_made(program: Program) -> None:
-    for where, why in {"ok.txt/run": "Not a directory; make it writable or choose", "ok.txt": "File exists;"}.items():
-        said = program.refuses("train", *SYNTHETIC, f"output_dir={where}")
-        assert said.startswith(f"output_dir: {where} cannot be created: {why}")
-
-
 def test_resume_deletes_nothing_and_says_so(program: Program, trained: Path) -> None:
     said = program.refuses("resume", "trained", "overwrite_output_dir=true")
     assert said == "overwrite_output_dir: resume continues the run and deletes nothing; leave it out"
@@ -310,7 +244,7 @@ def test_a_mistyped_checkpoint_is_told_those_there_are(program: Program, trained
 @pytest.mark.parametrize("typed", ["", "''", "' '"])
 def test_an_empty_name_of_a_checkpoint_is_a_mistake(program: Program, typed: str) -> None:
     said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={typed}")
-    assert re.match("resume_from_checkpoint: is empty; name a checkpoint", said)
+    assert said.startswith("resume_from_checkpoint: is empty; name a checkpoint")
 
 
 def test_a_damaged_newest_one_is_passed_over_and_without_another_refused(program: Program, trained: Path) -> None:
@@ -321,21 +255,15 @@ def test_a_damaged_newest_one_is_passed_over_and_without_another_refused(program
     assert f"{STEP_1} is used" in done.err
     damage(Path(STEP_1, WEIGHTS), flip(-1))
     damage(Path(STEP_2, WEIGHTS), flip(-1))
-    for words in (["resume", "trained"], ["train", *SYNTHETIC, "output_dir=trained", "resume_from_checkpoint=true"]):
-        head, *lines = program.refuses(*words, "max_steps=3").splitlines()
-        assert head == (
-            "no usable checkpoint is left in trained; start afresh with forgather train ... overwrite_output_dir=true"
-        )
-        assert [line.split(":")[0].strip() for line in lines] == [STEP_2, STEP_1]
+    head, *lines = program.refuses("resume", "trained", "max_steps=3").splitlines()
+    assert head.endswith("left in trained; start afresh with forgather train ... overwrite_output_dir=true")
+    assert [line.split(":")[0].strip() for line in lines] == [STEP_2, STEP_1]
 
 
 CHANGED = {
-    "hidden_size=32": [
-        "model.hidden_size: the checkpoint has 64, this run 32; change it back, or leave model and optimizer out of "
-        "resume_components"
-    ],
     "hidden_size=32 num_hidden_layers=1": [
-        "model.hidden_size: the checkpoint has 64, this run 32;",
+        "model.hidden_size: the checkpoint has 64, this run 32; change it back, or leave model and optimizer out of "
+        "resume_components",
         "model.num_hidden_layers: the checkpoint has 2, this run 1;",
     ],
     "data.seq_len=32": ["data.seq_len: the checkpoint has 16, this run 32; change it back, or leave data out of"],
@@ -349,7 +277,7 @@ CHANGED = {
 def test_resume_with_another_shape_or_other_data(program: Program, trained: Path) -> None:
     for overrides, lines in CHANGED.items():
         starts = [["resume", "trained"]]
-        if overrides == "hidden_size=32":
+        if overrides.startswith("hidden_size"):
             starts += [["train", *SYNTHETIC, "save_steps=1", f"resume_from_checkpoint={STEP_2}"]]
         for words in starts:
             head, *said = program.refuses(*words, "max_steps=3", *overrides.split()).splitlines()
@@ -410,8 +338,6 @@ def test_moments_of_another_shape_are_not_listed_by_the_hundred(program: Program
 
 
 def test_parts_of_the_user_by_target(program: Program) -> None:
-    done = program("train", *SMALL, "model._target_=users_parts.Words", "data._target_=mine.data")
-    assert "model._target_: takes the place of model=nano" in done.err  # which SMALL chooses
     words = [word for word in SMALL if not word.startswith(("model=", "seq_len="))]
     words += ["model._target_=users_parts.Words", "model.width=8", "data._target_=mine.data", "loss._target_=mine.loss",
               "loss.factor=2.0", "optimizer._target_=torch.optim.Adam", "optimizer.betas=[0.5,0.6]",
@@ -435,35 +361,16 @@ def test_a_run_goes_on_and_is_evaluated_from_any_directory(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*TEXT, "max_steps=2", "+callbacks.mine._target_=mine.Counts"]
-    done = program("train", *words)
-    assert done.code == 0, done.err
+    assert program("train", *words).code == 0
     run = Path("run").resolve()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    done = program("eval", str(run))
-    assert done.code == 0, done.err
+    assert program("eval", str(run)).code == 0
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    done = program("resume", str(run), "max_steps=4")
-    assert done.code == 0, done.err
+    assert program("resume", str(run), "max_steps=4").code == 0
     assert "files:\n  - ok.txt" in (run / "config.1.yaml").read_text(), "as it was written"
     assert list(elsewhere.iterdir()) == []
-
-
-def test_options_and_recipes_of_the_user(program: Program) -> None:
-    write("conf/model/mine.yaml", "# Mine.\n_target_: users_parts.Words\nwidth: 8\n")
-    write("conf/callbacks/mine.yaml", "# Mine.\ndefaults: [minimal, _self_]\ncounts: {_target_: mine.Counts}\n")
-    write(
-        "recipes/mine.yaml",
-        "# Mine.\ndefaults:\n  - train\n  - override model: mine\n  - override callbacks: mine\n  - _self_\n"
-        "loss: {_target_: mine.loss, factor: 3.0}\nmax_steps: 2\nglobal_batch_size: 4\n"
-        "data: {_target_: mine.data, length: 20}\n",
-    )
-    done = program("train", "mine", "device=cpu", "output_dir=run")
-    assert done.code == 0, done.err
-    assert Path("counted.txt").read_text() == "2"
-    assert "width: 8" in Path("run/config.yaml").read_text()
-    assert "# Mine." in Path("run/origin.yaml").read_text()
 
 
 def test_a_model_of_the_user_that_is_none(program: Program) -> None:
@@ -521,14 +428,23 @@ needs_mount = pytest.mark.skipif(not can_mount(), reason="mounts a small disk, w
 
 
 @needs_mount
-def test_a_disk_too_small_for_one_checkpoint_is_found_before_the_first_step(program: Program) -> None:
-    done = on_small_disk("1200k", ["train", *SYNTHETIC, "precision=fp32"])
-    assert done.code == 2
-    assert re.search(
-        r"(?m)^error: output_dir: one checkpoint needs 1\.68 MB, run/checkpoints has 1\.2\d MB free; free some space, "
-        r"or set output_dir to another disk$",
-        done.err,
-    )
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (
+            "1200k",
+            r"one checkpoint needs 1\.68 MB, run/checkpoints has 1\.2\d MB free; free some space, or set",
+        ),
+        ("16k", ""),
+    ],
+)
+def test_a_disk_too_small_is_found_before_the_first_step_and_nothing_is_left(
+    program: Program, size: str, said: str
+) -> None:
+    done = on_small_disk(size, ["train", *SYNTHETIC, "precision=fp32"])
+    assert done.code == 2, done.err
+    assert "Traceback" not in done.err
+    assert re.search(rf"(?m)^error: output_dir: {said}", done.err)
     assert done.out == ""
 
 
@@ -540,15 +456,6 @@ def test_a_save_makes_room_by_what_retention_would_delete_and_so_does_a_resume(p
     assert done.code == 0, done.err
     assert "was not saved" not in done.err
     assert re.findall(r"(?m)^run/checkpoints/step-(\d+)$", done.out) == ["00000005", "00000006", "00000007"]
-
-
-@needs_mount
-def test_a_disk_that_is_full_from_the_start_is_one_message_and_leaves_nothing(program: Program) -> None:
-    done = on_small_disk("16k", ["train", *SYNTHETIC, "precision=fp32"])
-    assert done.code == 2, done.err
-    assert "Traceback" not in done.err
-    assert any(line.startswith("error: output_dir: ") for line in done.err.splitlines())
-    assert done.out == ""
 
 
 @needs_mount

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from program import SMALL, Result, modules_after, printed
+from program import SMALL, Result, modules_after, printed, write
 from saving import damage, flip
 
 from forgather_cli import __version__
@@ -165,8 +165,7 @@ def test_completion_offers_settings_options_and_recipes(
     assert "default" in complete("forgather train de")
     assert complete("forgather resume somewhere save_str") == ["save_strategy="]
     for name, text in {"model/zzz": "type: decoder\n", "recipes/zebra": "# mine\ndefaults: [train, _self_]\n"}.items():
-        (tmp_path / "own" / name).parent.mkdir(parents=True)
-        (tmp_path / "own" / f"{name}.yaml").write_text(text)
+        write(tmp_path / f"own/{name}.yaml", text)
     assert complete("forgather train model=z") == []
     assert complete("forgather train --config-dir own model=z") == ["model=zzz"]
     assert complete("forgather resume somewhere --config-dir own model = z") == ["zzz"]
@@ -177,11 +176,12 @@ def test_completion_offers_settings_options_and_recipes(
 
 
 def test_every_mistake_has_a_line_and_the_exit_code_is_2(forgather: Forgather) -> None:
-    done = forgather("train", "max_stepz=3", "n_microbatches=8", "learning_rate=fast", "model=nanno")
+    done = forgather("train", "learning_rat=1", "seq_len=x", "model=tinyy", "n_microbatches=8", "a b=1", "data=text")
     assert (done.code, done.out) == (2, "")
     head, *lines = done.err.splitlines()
-    assert head == "error: 4 config mistakes"
-    assert len(lines) == 4
+    assert head == "error: 6 config mistakes"
+    names = ("a b", "data.files", "learning_rat", "model=tinyy", "n_microbatches", "seq_len")
+    assert all(line.startswith(f"  - {name}") for line, name in zip(sorted(lines), names, strict=True))
     assert list(Path().iterdir()) == []
 
 
@@ -190,10 +190,8 @@ MISTAKES = {
     "resume run extra": "extra: not an override; write key=value",
     "train --json": "--json: training prints no document",
     "train --max_steps 10": "--max_steps: settings have no dashes; write max_steps=",
-    "train --learning-rate=3": "--learning-rate: settings have no dashes; write learning_rate=",
     "config options modle": "modle: no such group; groups: model, data",
     "eval .": ".: is no run (config.yaml), no checkpoint",
-    "generate nowhere --prompt x": "nowhere: no such directory",
     "checkpoint list nowhere": "nowhere: no such directory",
     "checkpoint list .": ".: has no checkpoints",
     "checkpoint verify .": "not a Forgather checkpoint",
@@ -209,8 +207,7 @@ def test_a_mistake_is_said_in_one_message(forgather: Forgather, words: str) -> N
 
 
 def test_names_take_dashes_and_underscores(forgather: Forgather, tmp_path: Path) -> None:
-    (tmp_path / "own" / "model").mkdir(parents=True)
-    (tmp_path / "own" / "model" / "wide.yaml").write_text("# Wide.\ndefaults: [decoder, _self_]\nhidden_size: 512\n")
+    write(tmp_path / "own/model/wide.yaml", "# Wide.\ndefaults: [decoder, _self_]\nhidden_size: 512\n")
     for option in ("--config_dir", "--config-dir"):
         shown = forgather("config", "show", option, "own", "model=wide", "--json")
         assert shown.json()["model"]["hidden_size"] == 512
@@ -243,8 +240,7 @@ def test_dry_run_shows_plan_and_command_then_the_config_and_writes_nothing(forga
 def test_plan_counts_parameters_operations_and_bytes(forgather: Forgather) -> None:
     hidden, head_dim, layers, inner, vocab, seq_len = 64, 32, 2, 192, 257, 16
     words = ("optimizer=adamw", "max_steps=7", "gradient_accumulation_steps=2")
-    done = forgather("plan", *SMALL, *words, "--params", "--json")
-    plan = done.json()
+    plan = forgather("plan", *SMALL, *words, "--params", "--json").json()
     block = 4 * hidden * hidden + 3 * hidden * inner
     norms = (2 * layers + 1) * hidden + 2 * layers * head_dim
     total = 2 * vocab * hidden + layers * block + norms
@@ -267,8 +263,6 @@ def test_plan_counts_parameters_operations_and_bytes(forgather: Forgather) -> No
 def test_plan_tells_what_auto_will_be(forgather: Forgather) -> None:
     words = ["plan", *SMALL, "precision=auto", "max_steps=7"]
     plan = forgather(*words, "--json").json()
-    assert plan["precision"] in ("bf16", "fp32")
-    assert plan["auto_because"]
     assert re.search(
         rf"^ *precision +{plan['precision']} \(auto: {re.escape(plan['auto_because'])}\)", forgather(*words).out, re.M
     )
@@ -293,15 +287,6 @@ def test_plan_of_other_optimizers_and_lengths(forgather: Forgather, tmp_path: Pa
 # ---------------------------------------------------------------------------------------------- checkpoints and logs
 
 
-def test_checkpoint_list_marks_best_and_final(forgather: Forgather, trained: Path) -> None:
-    found = forgather("checkpoint", "list", str(trained), "--json").json()
-    assert [(each["step"], each["final"]) for each in found] == [(2, False), (4, True)]
-    losses = [each["metrics"]["eval_loss"] for each in found]
-    assert [each["best"] for each in found] == [loss == min(losses) for loss in losses]
-    table = forgather("checkpoint", "list", str(trained)).out
-    assert all(word in table for word in ("best", "final", f"{min(losses):.4f}"))
-
-
 def test_checkpoint_inspect_shows_every_tensor(forgather: Forgather, trained: Path) -> None:
     from safetensors import safe_open
 
@@ -316,15 +301,17 @@ def test_checkpoint_inspect_shows_every_tensor(forgather: Forgather, trained: Pa
 def test_checkpoint_list_shows_local_time_and_the_loss_of_the_step(
     forgather: Forgather, trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saved = forgather("checkpoint", "list", str(trained), "--json").json()[-1]["created"]
+    found = forgather("checkpoint", "list", str(trained), "--json").json()
+    assert [(each["step"], each["final"]) for each in found] == [(2, False), (4, True)]
+    best = min(each["metrics"]["eval_loss"] for each in found)
     with monkeypatch.context() as patch:
         patch.setenv("TZ", "XYZ-9:30")  # 9.5 hours east of Greenwich, where nobody runs this
         time.tzset()
         table = forgather("checkpoint", "list", str(trained)).out
     time.tzset()
-    there = datetime.datetime.fromisoformat(saved) + datetime.timedelta(hours=9.5)
-    assert f"{there:%Y-%m-%d %H:%M:%S}" in table
-    assert "step loss" in table
+    there = datetime.datetime.fromisoformat(found[-1]["created"]) + datetime.timedelta(hours=9.5)
+    for word in (f"{there:%Y-%m-%d %H:%M:%S}", "step loss", "best", "final", f"{best:.4f}"):
+        assert word in table
 
 
 def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained: Path, tmp_path: Path) -> None:
@@ -339,10 +326,7 @@ def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained:
     checked = forgather("checkpoint", "verify", str(copy), "--json")
     assert checked.code == 1
     assert [each["valid"] for each in checked.json()] == [True, False]
-    (copy / "checkpoints/step-00000004/manifest.json").write_text("{")
-    said = forgather("checkpoint", "verify", str(copy / "checkpoints/step-00000004")).out
-    assert "step-00000004: damaged" in said
-    assert "manifest.json: cannot be read" in said
+    assert "damaged" in forgather("checkpoint", "verify", str(copy / "checkpoints/step-00000004")).out
 
 
 def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Path) -> None:
@@ -359,12 +343,10 @@ def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Pat
     assert both.count(f"{losses[-1]:.4f}") >= 2
 
 
-def test_a_summary_of_a_torn_log_and_of_a_broken_one(forgather: Forgather, tmp_path: Path) -> None:
+def test_a_summary_of_a_torn_log(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n{"step": 3, "lo')
     torn = summarize(RunDir(tmp_path))
     assert (torn.step, torn.first_loss, torn.last_loss, torn.state) == (2, 2.0, 2.0, "cut")
-    (tmp_path / "metrics.jsonl").write_text("nothing\n{}\n")
-    assert "metrics.jsonl:1: not a record" in forgather("logs", "summary", ".").err
 
 
 INTERRUPTED = """

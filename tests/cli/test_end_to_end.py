@@ -1,4 +1,4 @@
-"""The whole program: what a run leaves, who can read it, how it is stopped and goes on, and what it looks like."""
+"""The whole program: what a run leaves, how it is stopped and goes on, and what it looks like."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-import torch
-from program import Process, forgather
+from program import Process, forgather, printed, shown
 from terminal import Terminal
 from tiny import metrics as records
 from tiny import training_curve as curve
@@ -64,40 +63,6 @@ def reference(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return root / "run"
 
 
-def model_dir(run: Path, step: int = 8) -> Path:
-    return RunDir(run).checkpoint(step) / "model"
-
-
-# ------------------------------------------------------------------------------------------------ who can read a run
-
-
-def test_transformers_loads_a_checkpoint_as_it_lies(trained: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from forgather_cli.inference.source import load_source
-
-    theirs = AutoModelForCausalLM.from_pretrained(model_dir(trained)).eval()
-    ours = load_source(trained, device="cpu")
-    ids = torch.randint(0, 257, (2, 32), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        torch.testing.assert_close(ours.model(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
-    text = "def naïve(x):\n\treturn '日本' * x  # 🙂"
-    tokenizer = AutoTokenizer.from_pretrained(model_dir(trained))
-    assert tokenizer.encode(text) == ours.tokenizer.encode(text)
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_a_checkpoint_is_a_model_to_train_from(trained: Path, corpus: list[str]) -> None:
-    directory = model_dir(trained)
-    start = ["model=pretrained", f"model.path={directory}", f"data.tokenizer={directory}", "eval_on_start=true"]
-    small = [word for word in TINY if not word.startswith(("model", "hidden"))]
-    assert forgather("train", *small, *corpus, *start, "max_steps=2", "output_dir=more", "learning_rate=1e-3") == 0
-    before = [r["eval_loss"] for r in records(trained) if "eval_loss" in r][-1]
-    first = next(r["eval_loss"] for r in records(Path("more")) if "eval_loss" in r)
-    assert first == pytest.approx(before, rel=1e-6)
-    assert [step for step, _, _ in curve(Path("more"))] == [1, 2]
-
-
 # ---------------------------------------------------------------------------------------------------- stop and go on
 
 
@@ -131,18 +96,6 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(reference: Path, corpus
 
 def evaluations(run: Path) -> list[tuple[int, float]]:
     return [(r["step"], r["eval_loss"]) for r in records(run) if "eval_loss" in r]
-
-
-def test_a_signal_before_the_first_step_is_done_saves_that_step(corpus: list[str], tmp_path: Path) -> None:
-    (tmp_path / "slow.py").write_text(
-        "import time\nclass Slow:\n    def on_step_begin(self, *args, **kwargs):\n"
-        "        print('compiling', flush=True)\n        time.sleep(1)\n"
-    )
-    with Process("train", *LONG, *corpus, "output_dir=run", "+callbacks.slow._target_=slow.Slow", cwd=tmp_path) as job:
-        job.read_until("compiling")
-        job.process.send_signal(signal.SIGTERM)
-        assert job.finish() == 75, job.output
-    assert RunDir(Path("run")).checkpoint_steps() == [1]
 
 
 def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path) -> None:
@@ -254,16 +207,14 @@ def test_what_is_read_fits_80_columns_or_is_one_json_document(
 ) -> None:
     monkeypatch.chdir(trained.parent)
     words = [word.replace("RUN", trained.name) for word in words]
-    assert forgather(*words, "--json") == 0
-    captured = capsys.readouterr()
-    assert json.loads(captured.out)
-    assert captured.err == ""
+    done = printed(capsys, *words, "--json")
+    assert (done.code, done.err) == (0, "")
+    assert done.json()
     monkeypatch.setattr("forgather_cli.cli.output.NO_TERMINAL", 80)
-    assert forgather(*words) == 0
-    shown = capsys.readouterr().out
-    wide = [line for line in shown.splitlines() if len(line.rstrip()) > 80]
+    text = shown(capsys, *words)
+    wide = [line for line in text.splitlines() if len(line.rstrip()) > 80]
     assert [line for line in wide if not re.fullmatch(r" *(\S+ {3,})?\S+", line.rstrip())] == []  # a path alone may be
-    assert "…" not in shown
+    assert "…" not in text
 
 
 # -------------------------------------------------------------------------------------- every recipe, every option
@@ -277,7 +228,7 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
     Path("fsdp.yaml").write_text(ACCELERATE)
     shape = ["num_hidden_layers=2", "hidden_size=32", "intermediate_size=64", "num_attention_heads=2",
              "num_key_value_heads=1", *(["bpe_vocab_size=300"] if recipe.startswith("pretrain") else [])]  # fmt: skip
-    weights = f"model.path={model_dir(trained)}"
+    weights = f"model.path={RunDir(trained).checkpoint(8)}/model"
     own = {
         "finetune": [weights],
         "chat_finetune": [weights, "data.chat_template=chatml"],

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from program import Process, document, forgather, printed
+from program import Process, document, forgather, printed, shown
 from ranks import run_ranks
 from tiny import decoder
 from tokenizers import decoders, models
@@ -142,8 +142,7 @@ def test_files_without_a_word_on_the_split_are_evaluated_whole(
 ) -> None:
     """Whatever the run evaluated, and however many samples of it."""
     own, size = f"files=[{corpus}/train.txt]", (corpus / "train.txt").stat().st_size
-    assert forgather("eval", str(run), own, "--output", "report.json") == 0
-    assert "all of data.files" in capsys.readouterr().out
+    assert "all of data.files" in shown(capsys, "eval", str(run), own, "--output", "report.json")
     found = json.loads(Path("report.json").read_text())
     assert found["data"]["eval_tokens"] == size + 1  # the end of the document
     assert found["eval_samples"] == -(-(size + 1) // SEQ_LEN)
@@ -238,7 +237,6 @@ def test_tokens_know_their_bytes_where_their_text_is_made_of_them(tmp_path: Path
     bpe = FileTokenizer(tmp_path / "bpe")
     for tokenizer in (ByteTokenizer(), bpe):
         sizes = tokenizer.bytes_of_tokens()
-        assert sizes is not None
         assert len(sizes) == tokenizer.vocab_size
         assert sizes[tokenizer.encode(TEXT)].sum() == len(TEXT.encode())
         assert sizes[tokenizer.eos_token_id] == 0
@@ -267,29 +265,27 @@ def test_other_text_is_read_with_the_models_own_tokenizer(
 # ------------------------------------------------------------------------------------------------ mistakes and signals
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    code, _, told = printed(capsys, "eval", *words)
-    assert code == 2
-    return told
-
-
 def test_mistakes_are_one_message(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = refused(capsys, str(run), "max_steps=3", "hidden_size=64", "optimizer=sgd", "eval_steps=3")
+    def refused(*words: str) -> str:
+        code, _, told = printed(capsys, "eval", *words)
+        assert code == 2
+        return told
+
+    told = refused(str(run), "max_steps=3", "hidden_size=64", "optimizer=sgd", "eval_steps=3")
     assert "4 config mistakes" in told
     assert "max_steps: nothing reads it in eval, which trains nothing; leave it out" in told
     assert "model.hidden_size: eval takes the model of SOURCE as it is; leave it out" in told
-    assert "max_stepz: unknown setting" in refused(capsys, str(run), "max_stepz=3")
-    model = str(run / "checkpoints/step-00000003/model")
-    assert "max_steps: nothing reads it" in refused(capsys, model, "max_steps=5")
-    told = refused(capsys, str(run), "--output", "nowhere/report.json")
+    assert "max_stepz: unknown setting" in refused(str(run), "max_stepz=3")
+    assert "max_steps: nothing reads it" in refused(str(run / "checkpoints/step-00000003/model"), "max_steps=5")
+    told = refused(str(run), "--output", "nowhere/report.json")
     assert re.search("has no folder.*; name a file in a folder that exists and may be written", told)
     several = ["trainer=ddp", "nnodes=2", "rdzv_endpoint=localhost:29500"]
-    assert "nnodes: eval runs on one machine, got 2; set nnodes=1" in refused(capsys, str(run), *several)
+    assert "nnodes: eval runs on one machine, got 2; set nnodes=1" in refused(str(run), *several)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert "eval: starts its ranks itself" in refused(capsys, str(run))
+    assert "eval: starts its ranks itself" in refused(str(run))
 
 
 def test_a_mistake_found_by_ranks_is_told_once_and_leaves_nothing(launched: dict[str, tuple[int, str, Path]]) -> None:

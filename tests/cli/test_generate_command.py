@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from program import forgather
+from program import Result, printed
 from safetensors.torch import save_file
 from terminal import Terminal
 from tiny import decoder
@@ -53,31 +53,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def say(model: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run ``forgather generate MODEL WORDS``; returns (exit code, output, errors)."""
+def say(model: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """Run ``forgather generate MODEL WORDS``."""
 
-    def call(*words: str, source: Path = model, stdin: str = "") -> tuple[int, str, str]:
-        capsys.readouterr()
+    def call(*words: str, source: Path = model, stdin: str = "") -> Result:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(sys, "stdin", io.StringIO(stdin))
-            code = forgather("generate", str(source), "--device", "cpu", *words)
-        printed = capsys.readouterr()
-        return code, printed.out, printed.err
+            return printed(capsys, "generate", str(source), "--device", "cpu", *words)
 
     return call
 
 
-def document(result: tuple[int, str, str]) -> dict[str, Any]:
-    code, out, err = result
-    assert code == 0, err
-    found: dict[str, Any] = json.loads(out)
-    return found
+def document(result: Result) -> Any:
+    assert result.code == 0, result.err
+    return result.json()
 
 
-def lines(result: tuple[int, str, str]) -> list[dict[str, Any]]:
-    code, out, err = result
-    assert code == 0, err
-    return [json.loads(line) for line in out.splitlines()]
+def lines(result: Result) -> list[Any]:
+    assert result.code == 0, result.err
+    return [json.loads(line) for line in result.out.splitlines()]
 
 
 # ----------------------------------------------------------------------------------------------------- text as it comes
@@ -128,10 +122,9 @@ def test_the_text_is_streamed_and_is_what_the_document_has(say: Callable[..., An
 
 
 def test_the_end_of_the_positions_is_told(say: Callable[..., Any]) -> None:
-    code, out, err = say("--prompt", "12345", "--greedy", "--json")
-    told = json.loads(out)
-    assert (code, told["num_tokens"], told["finish_reason"]) == (0, 64 - 5, "limit")
-    assert err == "note: the text ends at token 64 (prompt and text), where the model's positions end\n"
+    done = say("--prompt", "12345", "--greedy", "--json")
+    assert (document(done)["num_tokens"], done.json()["finish_reason"]) == (64 - 5, "limit")
+    assert done.err == "note: the text ends at token 64 (prompt and text), where the model's positions end\n"
     code, _, err = say("--prompt", "x" * 70)
     assert (code, err) == (2, "error: --prompt: has 70 tokens, and the model takes 64 in all; shorten it\n")
 
@@ -259,13 +252,10 @@ def test_a_conversation_goes_by_the_template(
 
 def test_the_oldest_turns_of_a_full_conversation_are_forgotten(say: Callable[..., Any], talker: Path) -> None:
     words = ["--chat", "--system", "S", "--greedy", "--max-new-tokens", "20", "--json"]
-    code, out, err = say(*words, source=talker, stdin="".join(f"{letter * 90}\n" for letter in "abcd"))
-    assert code == 0, err
-    said = [message["content"][0] for message in json.loads(out)["messages"] if message["role"] != "assistant"]
-    assert said[0] == "S"
-    assert said[-1] == "d"
-    assert "a" not in said
-    assert "note: the model takes 256 tokens; the oldest turn is forgotten" in err
+    done = say(*words, source=talker, stdin="".join(f"{letter * 90}\n" for letter in "abcd"))
+    said = [message["content"][0] for message in document(done)["messages"] if message["role"] != "assistant"]
+    assert (said[0], said[-1], "a" in said) == ("S", "d", False)
+    assert "note: the model takes 256 tokens; the oldest turn is forgotten" in done.err
     code, _, err = say(*words, source=talker, stdin="x" * 300)
     assert code == 2
     assert "the conversation: has 3" in err

@@ -104,17 +104,11 @@ def test_each_argument_of_each_command_expands_it() -> None:
                 continue
             seen += 1
             (param,) = (each for each in command.params if each.name == name)
-            option = param.param_type_name == "option"
-            value = param.opts[-1] if option else None
-            others = [
-                "x" for each in command.params
-                if each.param_type_name == "argument" and each.required and each.name != name
-            ]  # fmt: skip
-            words = [*([value] if value else []), "~/x"]
-            first = [each.name for each in command.params if each.param_type_name == "argument"]
-            order = [*words, *others] if option or first.index(name) == 0 else [*others, *words]
-            context = command.make_context("it", order, resilient_parsing=True)
-            got = context.params[name]
+            arguments = [each for each in command.params if each.param_type_name == "argument"]
+            words = ["~/x" if each is param else "x" for each in arguments if each is param or each.required]
+            if param not in arguments:
+                words += [param.opts[-1], "~/x"]
+            got = command.make_context("it", words, resilient_parsing=True).params[name]
             assert (got[0] if isinstance(got, list | tuple) else got) == Path("home/x").resolve(), (command.name, name)
     assert seen > 15
 

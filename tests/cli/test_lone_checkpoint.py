@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
-from program import document, forgather, modules_after, printed
+from program import document, forgather, modules_after, refusal
 from tiny import SHAPE
 
 from forgather_cli.config.load import load_config
@@ -49,9 +49,7 @@ def lone(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_resume_says_how_its_weights_are_trained_further(lone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(path: Path) -> str:
-        done = printed(capsys, "resume", str(path))
-        assert done.code == 2
-        return done.err
+        return refusal(capsys, "resume", str(path))
 
     assert f"forgather train model.path={lone}" in refused(lone)
     assert "forgather resume" not in refused(lone)  # what lies two levels up is no run

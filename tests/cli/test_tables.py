@@ -19,6 +19,7 @@ import saving
 from logged import make_run
 from program import forgather
 from rich.console import RenderableType
+from terminal import Screen
 
 from forgather_cli.cli import diloco
 from forgather_cli.cli.output import console
@@ -94,13 +95,6 @@ def columns(text: str) -> dict[str, set[str]]:
     return found
 
 
-class Terminal80(io.StringIO):
-    """Of 80 columns, with TERM=dumb."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def output(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """Prints what a function prints, or a command, to a terminal of 80 columns or a pipe."""
@@ -147,7 +141,7 @@ def test_no_value_is_cut(command: str, output: Callable[..., str]) -> None:
             (run / "exit.json").write_text(json.dumps(
                 {"state": "done", "code": 0, "reason": "", "step": 20, "time": "2026-11-22T15:30:05+00:00"}
             ))  # fmt: skip
-    piped, narrow = output(io.StringIO(), *command.split()), output(Terminal80(), *command.split())
+    piped, narrow = output(io.StringIO(), *command.split()), output(Screen(), *command.split())
     assert [value for value in COMMANDS[command] if not any(value in line for line in piped.splitlines())] == []
     check(piped, narrow)
 
@@ -164,15 +158,13 @@ def test_tables_that_are_redrawn_cut_no_value(output: Callable[..., str]) -> Non
               "received": 2**40, "sent": 2**40, "why": "waits for two", "workers": [worker, worker]}  # fmt: skip
     sweep = sweeps._Sweep(sweeps.plan_jobs("default", SWEEP_AGAIN.split()[1:-1], None), [], 2, [])
     for table in (partial(diloco._shown, status), sweep._table):
-        check(*(output(stream, of=partial(draw, table)) for stream in (io.StringIO(), Terminal80())))
+        check(*(output(stream, of=partial(draw, table)) for stream in (io.StringIO(), Screen())))
 
 
 @pytest.mark.parametrize("command", FACTS, ids=lambda command: "-".join(command.split()[:2]))
 def test_facts_fold(command: str, output: Callable[..., str]) -> None:
     """Numbers, such as bytes that are free, may be others the second time, and a terminal has colours."""
-    piped, narrow = (
-        re.sub(r"\x1b\[\d+m|[\d\s]", "", output(s, *command.split())) for s in (io.StringIO(), Terminal80())
-    )
+    piped, narrow = (re.sub(r"\x1b\[\d+m|[\d\s]", "", output(s, *command.split())) for s in (io.StringIO(), Screen()))
     assert narrow == piped
 
 
@@ -193,7 +185,7 @@ def test_no_error_breaks_a_path_or_a_command(
         (["checkpont"], "Did you mean"),
     ):
         said = []
-        for stream in (io.StringIO(), Terminal80()):
+        for stream in (io.StringIO(), Screen()):
             monkeypatch.setattr(sys, "stderr", stream)
             assert forgather(*words) > 0
             said.append(re.sub(r"\x1b\[[\d;]+m", "", stream.getvalue()))
@@ -209,5 +201,5 @@ def test_no_error_breaks_a_path_or_a_command(
 def test_the_config_is_yaml_in_a_narrow_terminal_too(output: Callable[..., str]) -> None:
     files = f"data.files=[{LONG.replace('=', '-').replace(',', '-')}]"
     words = ["config", "show", "output_dir=run", "data=text", files]
-    piped, narrow = (re.sub(r"\x1b\[[\d;]+m", "", output(s, *words)) for s in (io.StringIO(), Terminal80()))
+    piped, narrow = (re.sub(r"\x1b\[[\d;]+m", "", output(s, *words)) for s in (io.StringIO(), Screen()))
     assert narrow == piped

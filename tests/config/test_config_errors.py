@@ -11,6 +11,7 @@ from shutil import copytree
 import pytest
 import yaml
 from omegaconf._utils import get_yaml_loader
+from program import write
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.decode import dump_tree
@@ -23,12 +24,6 @@ from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import ConfigError
 
 Problems = Callable[..., list[str]]
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
 
 
 @pytest.fixture
@@ -95,6 +90,7 @@ TYPED_WRONG = {
     "warmup_steps=500": "warmup_steps: 500 steps are more than the run has, so learning_rate=0.005 is never reached",
     "+callbacks.x._target_=collections.OrderedDict": "callbacks.x._target_: is no callback, got collections.Ordered",
     "+callbacks.x._target_=os.path": "callbacks.x._target_: cannot import os.path (it is a module, no class",
+    "+callbacks.x={_target_: forgather_cli.callbacks.base.TrainerCallback, pth: x}": "callbacks.x.pth: forgather_cli.",
     "callbacks=none": "callbacks=none: no such option; remove it with ~callbacks;",
     "+callbacks.wandb={}": "callbacks.wandb: unknown callback; did you mean callbacks.trackers.names=[wandb]?",
     "model.n_layer=3": "model.n_layer: unknown setting; did you mean model.num_hidden_layers?",
@@ -168,12 +164,6 @@ def test_a_mistyped_option_with_a_setting_of_it_is_one_mistake_beside_others(
 
 def test_a_recipe_that_is_made_shorter_keeps_its_warmup(tmp_path: Path) -> None:
     assert load_config("default", ["max_steps=5"], cwd=tmp_path).config.lr_scheduler.warmup_steps == 20
-
-
-def test_all_mistakes_are_reported_at_once(problems: Problems) -> None:
-    found = problems("learning_rat=1", "seq_len=x", "model=tinyy", "n_microbatches=8", "a b=1", "data=text")
-    names = ("a b", "data.files", "learning_rat", "model=tinyy", "n_microbatches", "seq_len")
-    assert all(each.startswith(name) for each, name in zip(sorted(found), names, strict=True)), found
 
 
 def test_mistakes_in_a_recipe_name_the_file(problems: Problems, tmp_path: Path) -> None:
@@ -347,6 +337,7 @@ CONTRADICTIONS = {
     "trainer=pipeline schedule=ZBVZeroBubble stages_per_rank=4": "runs exactly two stages per rank, got 4",
     "trainer=pipeline schedule=LoopedBFS stages_per_rank=1": "interleaves several stages per rank, got 1",
     "trainer=pipeline nproc_per_node=2 split=[1,1,2]": "split: names 3 stages, schedule and ranks make 2",
+    "data=text data._target_=mine.data": "data._target_: takes the place of data=text; leave one of them out",
     "trainer=pipeline n_microbatches=3": "divisible by n_microbatches=3",
     "trainer=ddp nproc_per_node=3": "global_batch_size: 8 sequences cannot be shared evenly by 3 ranks; set global",
     "gradient_accumulation_steps=3": "gradient_accumulation_steps: 3 disagrees with global_batch_size=8",

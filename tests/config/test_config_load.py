@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from program import write
 
 from forgather_cli import __version__
 from forgather_cli.cli.evaluate import config_to_evaluate
@@ -12,25 +13,16 @@ from forgather_cli.config.decode import decode, dump_saved, dump_tree, load_save
 from forgather_cli.config.load import load_config, load_resumed, reload_config
 from forgather_cli.config.schema import (
     CosineSettings,
-    DecoderSettings,
     LinearSettings,
-    PipelineSettings,
     Target,
     TextSettings,
 )
 from forgather_cli.errors import ConfigError
 
 
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
 def test_default_recipe_is_decoded_into_typed_settings(tmp_path: Path) -> None:
     loaded = load_config(None, ["model=nano", "learning_rate=1e-4"], cwd=tmp_path)
     config = loaded.config
-    assert isinstance(config.model, DecoderSettings)
     assert config.model.hidden_size == 64
     assert config.learning_rate == 1e-4
     assert config.recipe == loaded.recipe == "default"
@@ -43,7 +35,6 @@ def test_default_recipe_is_decoded_into_typed_settings(tmp_path: Path) -> None:
 
 def test_output_dir_is_named_by_recipe_and_time_and_seen_by_interpolations(tmp_path: Path) -> None:
     config = load_config("pretrain_60m", ["logging_dir=${output_dir}/logs"], cwd=tmp_path).config
-    assert config.output_dir is not None
     assert config.output_dir.startswith("outputs/pretrain_60m/20")
     assert config.logging_dir == f"{config.output_dir}/logs"
     assert list(tmp_path.iterdir()) == []
@@ -92,7 +83,6 @@ def test_yaml_readings_that_surprise(tmp_path: Path) -> None:
     assert (config.eval_strategy, config.save_strategy) == ("no", "no")
     assert config.learning_rate == 0.001
     assert config.num_train_epochs == 2.0
-    assert isinstance(config.model, DecoderSettings)
     assert config.model.hidden_size == 768
 
 
@@ -103,39 +93,28 @@ def test_recipe_starts_from_another_and_its_bare_keys_lose_to_the_outer_ones(tmp
     )
     write(tmp_path / "recipes/outer.yaml", "defaults: [base, _self_]\nn_microbatches: 2\nseed: 2\n")
     loaded = load_config("outer", ["data.seq_len=32"], cwd=tmp_path)
-    assert isinstance(loaded.config.trainer, PipelineSettings)
     assert loaded.config.trainer.n_microbatches == 2
     assert loaded.tree["data"]["seq_len"] == 32
     assert loaded.config.seed == 2
 
 
 def test_recipe_outranks_option_files_wherever_self_stands(tmp_path: Path) -> None:
-    write(tmp_path / "recipes/mine.yaml", "defaults: [_self_, train]\nmodel: {hidden_size: 128}\nseed: 7\n")
-    config = load_config("mine", [], cwd=tmp_path).config
-    assert isinstance(config.model, DecoderSettings)
-    assert (config.model.hidden_size, config.seed) == (128, 7)
-
-
-def test_directories_beside_a_recipe_are_no_config_groups(tmp_path: Path) -> None:
-    write(tmp_path / "seed/x.yaml", "a: 1\n")
-    write(tmp_path / "mine.yaml", "defaults: [train, _self_]\n")
-    assert load_config("./mine.yaml", ["seed=3"], cwd=tmp_path).config.seed == 3
+    write(tmp_path / "mine.yaml", "defaults: [_self_, train]\nmodel: {hidden_size: 128}\nmax_steps: 7\n")
+    write(tmp_path / "seed/x.yaml", "a: 1\n")  # a directory beside it that is no group
+    config = load_config("./mine.yaml", ["seed=3"], cwd=tmp_path).config
+    assert (config.model.hidden_size, config.max_steps, config.seed) == (128, 7, 3)
 
 
 def test_users_options_and_recipes_add_to_the_shipped_ones(tmp_path: Path) -> None:
     write(tmp_path / "conf/model/wide.yaml", "# Wide.\ndefaults: [nano, _self_]\nhidden_size: 96\n")
     write(tmp_path / "own dir, 'x'/lr_scheduler/mine.yaml", "type: linear\nmin_lr_ratio: 0.5\n")
     write(tmp_path / "own dir, 'x'/here.yaml", "defaults: [train, {override model: wide}, _self_]\n")
-    directory = tmp_path / "own dir, 'x'"
-    config = load_config("here", ["lr_scheduler=mine", "warmup_steps=5"], config_dir=directory, cwd=tmp_path).config
-    assert isinstance(config.model, DecoderSettings)
+    write(tmp_path / "conf/experiment/long.yaml", "# @package _global_\nmax_steps: 123\n")
+    words = ["lr_scheduler=mine", "warmup_steps=5", "+experiment=long"]
+    config = load_config("here", words, config_dir=tmp_path / "own dir, 'x'", cwd=tmp_path).config
+    assert config.max_steps == 123
     assert config.model.hidden_size == 96
     assert config.lr_scheduler == LinearSettings(min_lr_ratio=0.5, warmup_steps=5)
-
-
-def test_further_groups_of_the_users_compose_at_the_root(tmp_path: Path) -> None:
-    write(tmp_path / "conf/experiment/long.yaml", "# @package _global_\nmax_steps: 123\n")
-    assert load_config(None, ["+experiment=long"], cwd=tmp_path).config.max_steps == 123
 
 
 def test_target_options_take_keywords_that_fit_their_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,10 +147,10 @@ def test_what_is_composed_again_is_what_the_files_say_now(tmp_path: Path) -> Non
 
 def test_relative_paths_count_from_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, run = tmp_path / "start", tmp_path / "run"
-    for folder in (start / "texts", start / "train", run, tmp_path / "elsewhere"):
+    for folder in (start / "train", tmp_path / "elsewhere"):
         folder.mkdir(parents=True)
-    (start / "texts/a.txt").write_text("some text")
-    (run / "origin.yaml").write_text(f"directory: {start}\n")
+    write(start / "texts/a.txt", "some text")
+    write(run / "origin.yaml", f"directory: {start}\n")
     own = {
         "_target_": "own.Data", "folder": "./texts", "files": ["texts/a.txt", "texts/none.txt"], "split": "train",
         "more": {"file": "texts/a.txt", "rows": 3}, "key": "${oc.env:HOME}", "long": "a/" * 5000,
@@ -180,8 +159,7 @@ def test_relative_paths_count_from_where_the_run_was_started(tmp_path: Path, mon
     found = []
     monkeypatch.chdir(tmp_path / "elsewhere")
     for tree in trees:
-        (run / "config.yaml").write_text(dump_tree(tree))
-        found.append(load_tree(run / "config.yaml"))
+        found.append(load_tree(write(run / "config.yaml", dump_tree(tree))))
     there = {"folder": f"{start}/texts", "files": [f"{start}/texts/a.txt", "texts/none.txt"]}
     assert found[0] == {"data": {**own, **there, "more": {"file": f"{start}/texts/a.txt", "rows": 3}}}
     assert found[1]["data"] == {"files": [f"{start}/a.txt", "~/b"], "tokenizer": f"{start}/texts"}
@@ -203,10 +181,8 @@ class TestResumed:
 
     def test_values_change_and_groups_are_replaced_whole(self, saved: Path) -> None:
         loaded = load_resumed(saved, ["max_steps=9", "trainer=pipeline", "n_microbatches=8", "lr_scheduler=cosine"])
-        assert isinstance(loaded.config.trainer, PipelineSettings)
         assert (loaded.config.max_steps, loaded.config.trainer.n_microbatches) == (9, 8)
         assert loaded.config.lr_scheduler == CosineSettings()
-        assert isinstance(loaded.config.model, DecoderSettings)
         assert loaded.config.model.hidden_size == 64
         assert loaded.config.callbacks.tensorboard is None
 
@@ -215,16 +191,9 @@ class TestResumed:
             load_resumed(saved, ["data=text"])
         assert load_resumed(saved, ["data=text", "files=[a.txt]"]).config.data == TextSettings(files=["a.txt"])
 
-    def test_settings_of_options_that_are_not_selected_are_refused(self, saved: Path) -> None:
-        with pytest.raises(ConfigError, match="n_microbatches: only trainer=pipeline has this setting"):
-            load_resumed(saved, ["n_microbatches=8"])
-
     def test_a_damaged_saved_config_is_named(self, saved: Path) -> None:
         saved.write_text(saved.read_text().replace("hidden_size: 64", "hidden_size: wide"))
         with pytest.raises(ConfigError, match=r"config.yaml: model.hidden_size: must be a whole number, got 'wide'"):
-            load_saved(saved)
-        saved.write_text("a: [")
-        with pytest.raises(ConfigError, match=r"config.yaml: cannot be read"):
             load_saved(saved)
 
 

@@ -11,10 +11,11 @@ from typing import Any
 import paired
 import pytest
 import yaml
-from accelerate_files import WRITTEN, become_rank_0
+from accelerate_files import WRITTEN, assert_begin, become_rank_0, wrong
 from program import Process
 
 from forgather_cli.config.accelerate_file import accelerate_settings
+from forgather_cli.config.decode import dump_tree
 from forgather_cli.config.load import Loaded, load_config, load_resumed
 from forgather_cli.config.schema import AutoSettings, BF16Settings, FP16Settings, FP32Settings, FSDP2Settings
 from forgather_cli.errors import ConfigError
@@ -118,15 +119,6 @@ def test_sharding_strategies(tmp_path: Path) -> None:
         assert (found["trainer.reshard_after_forward"], found["trainer.replicate"]) == meant, named
 
 
-def test_the_command_line_outranks_a_file_and_a_file_the_defaults(tmp_path: Path) -> None:
-    path = written(tmp_path / "f.yaml", num_machines=1, machine_rank=0)
-    config = loaded(path, "precision=fp32", "cpu_offload=false", "nproc_per_node=2").config
-    assert config.trainer == FSDP2Settings(reshard_after_forward=False, accelerate_config=str(path))
-    assert config.precision == FP32Settings()
-    assert config.nproc_per_node == 2
-    assert config.gradient_checkpointing
-
-
 def test_a_recipe_that_says_otherwise_is_a_mistake(tmp_path: Path) -> None:
     path = written(tmp_path / "f.yaml")
     recipe = tmp_path / "mine.yaml"
@@ -143,8 +135,6 @@ def test_a_recipe_that_says_otherwise_is_a_mistake(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_has_the_settings_and_needs_no_file(tmp_path: Path) -> None:
-    from forgather_cli.config.decode import dump_tree
-
     path = written(tmp_path / "f.yaml")
     first = loaded(path)
     saved = tmp_path / "config.yaml"
@@ -153,12 +143,6 @@ def test_a_resumed_run_has_the_settings_and_needs_no_file(tmp_path: Path) -> Non
     config = load_resumed(saved, ["cpu_offload=false"]).config
     assert config.trainer == FSDP2Settings(reshard_after_forward=False)
     assert (config.precision, config.nnodes) == (BF16Settings(), 2)
-
-
-def wrong(path: Path) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        accelerate_settings(path, own_decoder=True)
-    return [problem.removeprefix("accelerate_config: ").replace(f" in {path}", "") for problem in caught.value.problems]
 
 
 def test_every_wrong_key_of_a_file_is_named_with_what_to_do(tmp_path: Path) -> None:
@@ -187,8 +171,7 @@ def test_every_wrong_key_of_a_file_is_named_with_what_to_do(tmp_path: Path) -> N
         "tpu_use_cluster: nothing reads it, got True; no TPUs here",
         "num_process: no such key; did you mean num_processes",
     ]
-    assert len(found) == len(expected), found
-    assert [start for start in expected if not any(problem.startswith(start) for problem in found)] == []
+    assert_begin(found, expected)
 
 
 OTHER_WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -215,12 +198,6 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
         accelerate_settings(path, own_decoder=True)
 
 
-def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
-    path = written(tmp_path / "f.yaml", {"fsdp_version": 1}, mixed_precision="fp8", num_processes=3)
-    found = problems(f"accelerate_config={path}", "max_steps=x")
-    assert len(found) == 4
-
-
 MODELS = {
     "the user's": ("model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"),
     "transformers": ("model=transformers", "model.config={model_type: gpt2, n_layer: 2}"),
@@ -230,9 +207,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 def test_layer_classes_of_another_model_are_looked_for_where_it_is_built(tmp_path: Path, model: str) -> None:
     path = written(tmp_path / "f.yaml", {"fsdp_transformer_layer_cls_to_wrap": "GPT2Block, Other"})
-    trainer = loaded(path, *MODELS[model]).config.trainer
-    assert isinstance(trainer, FSDP2Settings)
-    assert trainer.block_classes == ["GPT2Block", "Other"]
+    assert loaded(path, *MODELS[model]).config.trainer.block_classes == ["GPT2Block", "Other"]
 
 
 # --------------------------------------------------------------------------------------------------- accelerate launch
@@ -294,7 +269,6 @@ def test_accelerate_launch_says_what_its_file_says(
 ) -> None:
     path = launch(fsdp, **changes)
     config, by_file = load_config(None, []).config, loaded(path).config  # the default recipe has trainer=single
-    assert isinstance(by_file.trainer, FSDP2Settings)
     assert config.trainer == replace(by_file.trainer, accelerate_config=None)
     said = by_file.precision != FP32Settings()  # "no" is what accelerate launch says by default, so no word of its user
     assert config.precision == (by_file.precision if said else AutoSettings())
@@ -330,8 +304,6 @@ def test_accelerate_launch_and_a_recipe_that_says_otherwise(launch: Callable[...
 
 
 def test_a_resume_under_accelerate_launch_takes_over_what_it_says(launch: Callable[..., Path], tmp_path: Path) -> None:
-    from forgather_cli.config.decode import dump_tree
-
     saved = tmp_path / "config.yaml"
     saved.write_text(dump_tree(load_config(None, ["trainer=ddp", "precision=fp16", "learning_rate=0.5"]).tree))
     launch()
@@ -353,8 +325,7 @@ def test_accelerate_launch_with_what_its_file_may_not_say(launch: Callable[..., 
         "FSDP_AUTO_WRAP_POLICY in the environment: must be",
         "FSDP_TRANSFORMER_CLS_TO_WRAP in the env",
     ]
-    assert len(found) == len(expected), found
-    assert [start for start in expected if not any(problem.startswith(start) for problem in found)] == []
+    assert_begin(found, expected)
 
 
 def test_variables_of_accelerate_without_its_ranks_count_for_nothing(

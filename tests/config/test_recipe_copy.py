@@ -11,13 +11,14 @@ from forgather_cli.cli.app import app
 from forgather_cli.config.load import load_config
 from forgather_cli.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("own_directory")
+
 
 def copy(*words: str) -> str:
     return CliRunner().invoke(app, ["recipe", "copy", *words], catch_exceptions=False).output
 
 
-def test_a_copy_says_what_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_copy_says_what_the_recipe_says() -> None:
     assert "forgather train mine" in copy("qat", "recipes/mine.yaml")
     trees = [load_config(name, ["model.path=x"]).tree for name in ("qat", "mine")]
     for tree in trees:
@@ -34,8 +35,7 @@ WRONG = {
 }
 
 
-def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_mistakes() -> None:
     Path("there.yaml").write_text("max_steps: 1\n")
     for words, said in WRONG.items():
         with pytest.raises(ConfigError, match=said):

@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import yaml
+from program import write
 
 from forgather_cli.config import options, schema
 from forgather_cli.config.decode import to_tree
@@ -81,8 +82,7 @@ def own(tmp_path: Path) -> Path:
         "recipes/own_finetune.yaml": "# Mine.\ndefaults: [finetune, _self_]\nmax_steps: 3\n",
     }
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        write(tmp_path / name, text)
     return tmp_path
 
 
@@ -154,21 +154,13 @@ def test_option_file_holds_every_setting_at_its_default(group: str, cls: type) -
     mandatory = {key for key, value in tree.items() if value == "???"}
     tree = {key: value for key, value in tree.items() if not str(value).startswith("${")}
     values: Any = {name: ["x"] if name == "files" else "x" for name in mandatory}
-    defaults = {key: value for key, value in to_plain(cls(**values)).items() if key not in mandatory}
+    defaults = {key: value for key, value in to_tree(cls(**values)).items() if key not in mandatory}
     if group == "data":  # null becomes the model's tokenizer, or bytes, when a config is loaded
         assert tree.pop("tokenizer") is None
         assert defaults.pop("tokenizer") == "bytes"
     follows = {"reference_lr"} & defaults.keys()  # the run's learning rate
     found = {key: value for key, value in tree.items() if key not in mandatory}
     assert found == {key: value for key, value in defaults.items() if key not in follows}
-
-
-def to_plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
 
 
 OWN = {"textgen": ("prompts", "max_new_tokens"), "divergence": ("threshold", "patience")}
@@ -183,7 +175,7 @@ def test_callback_files_hold_every_setting_at_its_default(files: list[str], tmp_
     for callback, given in tree.items():
         cls = next(kind for kind in hints[callback].__args__ if dataclasses.is_dataclass(kind))
         own = {key: given[key] for key in OWN.get(callback, ())}
-        assert given == {**to_plain(cls()), **own}, callback
+        assert given == {**to_tree(cls()), **own}, callback
     assert to_tree(load_config(None, [f"callbacks={files[-1]}"], cwd=tmp_path).config)["callbacks"] == tree
 
 
@@ -220,8 +212,7 @@ def test_listings_describe_everything(tmp_path: Path) -> None:
 
 
 def test_listings_hold_the_users_own(own: Path) -> None:
-    (own / "conf/experiment").mkdir()
-    (own / "conf/experiment/x.yaml").write_text("# @package _global_\n# Try x.\nseed: 1\n")
+    write(own / "conf/experiment/x.yaml", "# @package _global_\n# Try x.\nseed: 1\n")
     listed = options.groups(cwd=own)
     assert [(i.name, i.description) for i in listed["experiment"]] == [("x", "Try x.")]
     assert "mine" in [info.name for info in listed["model"]]

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from program import Process, document, forgather
+from program import Process, document, forgather, refusal
 
 from forgather_cli.config.decode import dump_tree, load_saved
 from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import ControlSettings
 from forgather_cli.errors import ConfigError
 
 SMALL = ["model=nano", "seq_len=16", "global_batch_size=4", "logging_steps=1", "device=cpu", "max_steps=1"]
@@ -65,7 +66,6 @@ def test_references_stay_as_typed_and_are_resolved_at_each_load(here: Path, monk
     Path("config.yaml").write_text(dump_tree(loaded.tree))
     again = load_saved(Path("config.yaml"))
     assert again == loaded.config
-    assert again.callbacks.textgen is not None
     assert again.callbacks.textgen.prompts == ["a ${HOME} b"]
     monkeypatch.setenv("MY_STEPS", "7")
     assert load_saved(Path("config.yaml")).save_steps == 7
@@ -87,8 +87,7 @@ def test_missing_variables_are_mistakes_reported_together(
     Path("config.yaml").write_text(dump_tree(load_config("./mine.yaml", []).tree))
     monkeypatch.delenv("MY_FOLDER")
     monkeypatch.delenv("MY_SECRET")
-    assert forgather("train", "./mine.yaml", "learning_rat=1") == 2
-    said = capsys.readouterr().err
+    said = refusal(capsys, "train", "./mine.yaml", "learning_rat=1")
     for path, name in {"data.files": "MY_FOLDER", "callbacks.trackers.init_kwargs": "MY_SECRET"}.items():
         assert f"environment variable {name} is not set" in said
         assert path in said
@@ -136,14 +135,11 @@ MISTAKES = {
 def test_mistakes_of_a_token(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("short").write_text("short\n")
     for overrides, said in MISTAKES.items():
-        assert forgather("train", *SMALL, *DATA, *overrides.split(), "output_dir=new") == 2
-        assert said in capsys.readouterr().err
+        assert said in refusal(capsys, "train", *SMALL, *DATA, *overrides.split(), "output_dir=new")
         assert not Path("new").exists()
 
 
 def test_the_environment_gives_a_token(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forgather_cli.config.schema import ControlSettings
-
     assert ControlSettings().given_token() is None
     monkeypatch.setenv("FORGATHER_AUTH_TOKEN", TOKEN)
     assert ControlSettings().given_token() == TOKEN

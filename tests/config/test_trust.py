@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from program import SMALL, forgather
+from program import SMALL, forgather, refusal
 
 OTHER_DATA = ["data=text", "data.files=[ok.txt]", "seq_len=16", "cache_dir=cache"]
 
@@ -115,9 +115,7 @@ def test_data_of_the_runs_own(planted: Path, capsys: pytest.CaptureFixture[str])
     assert forgather("train", *own, "output_dir=RUN") == 0
     Path("ran").unlink()
     sys.modules.pop("planted")
-    capsys.readouterr()
-    assert forgather("eval", "RUN") == 2
-    said = capsys.readouterr().err
+    said = refusal(capsys, "eval", "RUN")
     assert all(word in said for word in ("data:", "planted.data", "data=text", "--trust-config"))
     assert forgather("eval", "RUN", *OTHER_DATA) == 0
     assert forgather("finalize", "RUN", "model") == 0
@@ -139,9 +137,7 @@ def test_a_model_of_the_runs_own(planted: Path, capsys: pytest.CaptureFixture[st
     sys.modules.pop("planted")
     commands = (["eval", "RUN"], ["generate", "RUN", "--prompt", "a", "--max-new-tokens", "1"])
     for command in commands:
-        capsys.readouterr()
-        assert forgather(*command) == 2
-        said = capsys.readouterr().err
+        said = refusal(capsys, *command)
         assert "--trust-config" in said
         assert "model._target_" in said
         assert not Path("ran").exists()
@@ -163,8 +159,7 @@ def test_a_directory_with_config_json_is_a_model(run: Path, capsys: pytest.Captu
     assert forgather("eval", "model", *OTHER_DATA, "max_eval_samples=2") == 0
     assert forgather("finalize", "model", "again") == 0
     assert "belongs to no run" in capsys.readouterr().err
-    assert forgather("resume", "model") == 2
-    assert "config.json" in capsys.readouterr().err
+    assert "config.json" in refusal(capsys, "resume", "model")
     assert "planted" not in sys.modules
 
 
@@ -174,8 +169,7 @@ def test_a_saved_config_does_not_read_the_environment(
     monkeypatch.setenv("MY_SECRET", "hunter2")
     data = {"type": "hf", "path": "https://example.invalid/${oc.env:MY_SECRET}"}
     change(run, data=data, logging_dir="${oc.env:MY_SECRET}")
-    assert forgather("eval", "RUN") == 2
-    said = capsys.readouterr().err
+    said = refusal(capsys, "eval", "RUN")
     assert "hunter2" not in said
     assert all(word in said for word in ("${oc.env:MY_SECRET}", "--trust-config"))
     assert forgather("eval", "RUN", *OTHER_DATA) == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import SMALL, document, forgather
+import yaml
+from program import SMALL, document, forgather, write
 from safetensors.torch import load_file, save_file
+from saving import sign
 
 from forgather_cli.documents.json_and_yaml import MAX_DEPTH, parse_json, parse_yaml
 from forgather_cli.documents.regular_files import file_inside, read_json, read_text, read_yaml
@@ -57,12 +58,8 @@ def pipe(name: str) -> Callable[[], None]:
     return make
 
 
-def text(name: str, content: str) -> Callable[[], None]:
-    def make() -> None:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(content)
-
-    return make
+def text(name: str, content: str) -> Callable[[], object]:
+    return lambda: write(name, content)
 
 
 def edited(name: str, **changes: Any) -> Callable[[], None]:
@@ -79,11 +76,7 @@ def manifest(**changes: Any) -> Callable[[], None]:
     """A checkpoint's manifest with other values and a right checksum."""
 
     def make() -> None:
-        path = Path(STEP, "manifest.json")
-        document = {**json.loads(path.read_text()), **changes}
-        document.pop("checksum")
-        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-        path.write_text(json.dumps({**document, "checksum": hashlib.sha256(canonical.encode()).hexdigest()}))
+        sign(Path(STEP), {**json.loads(Path(STEP, "manifest.json").read_text()), **changes})
 
     return make
 
@@ -123,7 +116,7 @@ def index(file: str) -> Callable[[], None]:
     return make
 
 
-CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
+CASES: dict[str, tuple[Callable[[], object], list[str], list[str]]] = {
     # a pipe where a file is read
     "config.json": (pipe("MODEL/config.json"), GENERATE, ["MODEL/config.json", "a pipe"]),
     "tokenizer.json": (pipe("MODEL/tokenizer.json"), GENERATE, ["MODEL/tokenizer.json", "a pipe"]),
@@ -227,8 +220,6 @@ def test_a_registry_entry_of_another_kind_is_passed_over(
 
 
 def test_plain_documents_are_read_as_their_libraries_read_them() -> None:
-    import yaml
-
     for source in ("a: [1, 2.5, true, null, 2001-01-01]\nb: &b {c: d}\ne: {<<: *b, f: *b}\n", "", "- x\n", "5"):
         assert parse_yaml(source) == yaml.safe_load(source)
     nested = "[" * MAX_DEPTH + "]" * MAX_DEPTH

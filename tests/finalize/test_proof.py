@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from finalized import logits, model_directory, refused, theirs, weights
+from finalized import logits, memorize, model_directory, refused, theirs, weights
 from program import forgather
 from tiny import decoder
 
@@ -44,13 +44,7 @@ def hf_directory(model_type: str, **settings: Any) -> Any:
 
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(model_type, pad_token_id=None, bos_token_id=256, **settings)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    ids = torch.tensor([list(TEXT.encode())])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(30):
-        optimizer.zero_grad()
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
+    model = memorize(transformers.AutoModelForCausalLM.from_config(config), TEXT, steps=30)
     model.save_pretrained("source")
     ByteTokenizer().save(Path("source"))
     Path("text").write_text(TEXT)

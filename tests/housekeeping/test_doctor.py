@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from program import document, forgather
+from program import Process, document, forgather, shown
 
 from forgather_cli import __version__
 from forgather_cli.control import registry, server
@@ -31,12 +28,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    return document(capsys, "doctor")
-
-
 def test_a_machine_that_can_train(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys)
+    found = document(capsys, "doctor")
     assert found["can_train"]
     assert [each for each in found["findings"] if each["weight"] != "warning"] == []
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # +cu130 is the build's
@@ -50,8 +43,7 @@ def test_a_machine_that_can_train(machine: Path, capsys: pytest.CaptureFixture[s
     cache = found["room"]["cache"]
     assert (cache["path"], cache["bytes"]) == (f"{machine}/XDG_CACHE_HOME/forgather", 0)
     assert list(machine.rglob("*")) == [machine / "tmp"]  # it only looks
-    assert forgather("doctor") == 0
-    page = capsys.readouterr().out
+    page = shown(capsys, "doctor")
     assert torch.__version__.split("+")[0] in page
     assert "this machine can train" in page
 
@@ -69,7 +61,7 @@ def test_leftovers_of_killed_processes_are_found(machine: Path, capsys: pytest.C
     (run / "checkpoints/.tmp-step-00000010-1.0/weights").write_bytes(bytes(3000))
     (run / "config.yaml").write_text("{}")
     (machine / "XDG_CACHE_HOME/forgather/tokens/.tmp-abc").mkdir(parents=True)
-    found = [each["what"] for each in report(capsys)["findings"] if each["weight"] == "to clean"]
+    found = [each["what"] for each in document(capsys, "doctor")["findings"] if each["weight"] == "to clean"]
     assert len(found) == 4
     words = ("forgather-job-", "entries of killed jobs", "2.9 KiB", "unfinished builds")
     assert all(word in told for told, word in zip(found, words, strict=True))
@@ -80,7 +72,7 @@ def test_leftovers_of_killed_processes_are_found(machine: Path, capsys: pytest.C
     (run / ".lock").write_text("pid 1 on nowhere\n")
     assert forgather("runs", "remove", str(run), "--yes") == 0
     assert forgather("cache", "prune", "--all", "--yes") == 0
-    assert [each for each in report(capsys)["findings"] if each["weight"] == "to clean"] == []
+    assert [each for each in document(capsys, "doctor")["findings"] if each["weight"] == "to clean"] == []
 
 
 def test_all_ports_taken_is_a_warning(
@@ -89,9 +81,8 @@ def test_all_ports_taken_is_a_warning(
     with ExitStack() as held:  # not the hundred of jobs that other tests run meanwhile
         taken = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         monkeypatch.setattr(server, "PORTS", [each.getsockname()[1] for each in taken])
-        assert report(capsys)["ports"]["free"] == 0
-        assert forgather("doctor") == 0
-        assert "callbacks.control.port" in capsys.readouterr().out
+        assert document(capsys, "doctor")["ports"]["free"] == 0
+        assert "callbacks.control.port" in shown(capsys, "doctor")
 
 
 def test_what_keeps_from_training_is_an_error(machine: Path) -> None:
@@ -102,9 +93,8 @@ def test_what_keeps_from_training_is_an_error(machine: Path) -> None:
         ("h11", "ModuleNotFoundError('no h11', name='h11')", ["h11 cannot be imported (no h11)"]),
     ):
         (machine / f"{package}.py").write_text(f"raise {error}")
-        words = [sys.executable, "-m", "forgather_cli", "doctor"]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        assert done.returncode == 1, done.stderr
-        assert [each for each in told if f"error: {each}" not in done.stdout] == []
-        assert "this machine can train" not in done.stdout
+        with Process("doctor", cold=True) as done:
+            assert done.finish() == 1, done.output
+        assert [each for each in told if f"error: {each}" not in done.output] == []
+        assert "this machine can train" not in done.output
         (machine / f"{package}.py").unlink()

@@ -7,17 +7,15 @@ import re
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 from kept_runs import Job, make_outputs, make_run
-from program import document, forgather
+from program import document, forgather, refusal, shown
 from terminal import Terminal
 
 
 @pytest.fixture
-def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def outputs(own_directory: None) -> Path:
     return make_outputs()
 
 
@@ -36,17 +34,13 @@ def test_runs_are_listed_newest_first_with_state_best_loss_and_size(
     assert [each["run"] for each in document(capsys, "runs", "list", "outputs/default")] == [
         "outputs/default/new", "outputs/default/old",
     ]  # fmt: skip
-    assert forgather("runs", "list") == 0
-    assert re.search(r"outputs/default/old +done +30/100 +2.0000 +.* KiB", capsys.readouterr().out)
-    assert forgather("runs", "list", "nowhere") == 2
-    assert "nowhere: no such directory" in capsys.readouterr().err
+    assert re.search(r"outputs/default/old +done +30/100 +2.0000 +.* KiB", shown(capsys, "runs", "list"))
+    assert "nowhere: no such directory" in refusal(capsys, "runs", "list", "nowhere")
 
 
-def test_no_runs_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_no_runs_are_no_error(own_directory: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert document(capsys, "runs", "list") == []
-    assert forgather("resume", "latest") == 2
-    assert "there is no run below outputs" in capsys.readouterr().err
+    assert "there is no run below outputs" in refusal(capsys, "resume", "latest")
 
 
 def test_runs_are_removed_with_what_is_theirs_alone(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,8 +50,7 @@ def test_runs_are_removed_with_what_is_theirs_alone(outputs: Path, capsys: pytes
     (outputs / "between/checkpoints").rename(elsewhere / "checkpoints")
     (outputs / "between/checkpoints").symlink_to((elsewhere / "checkpoints").absolute())
     runs = [f"{outputs}/between", f"{outputs}/default/old"]
-    assert forgather("runs", "remove", *runs) == 2  # nobody can be asked
-    assert "use --yes" in capsys.readouterr().err
+    assert "use --yes" in refusal(capsys, "runs", "remove", *runs)  # nobody can be asked
     between, old = document(capsys, "runs", "remove", *runs, f"{outputs}/default/../between", "--yes")
     assert (between["kept"], old["kept"]) == (["notes.md"], [])
     assert between["freed_bytes"] < 1000 < old["freed_bytes"]
@@ -71,8 +64,7 @@ def test_what_is_no_run_or_runs_still_is_not_removed(outputs: Path, capsys: pyte
     (other / ".lock").unlink()
     before = sorted(Path().rglob("*"))
     for path in (other, outputs, outputs / "default", Path("nowhere")):
-        assert forgather("runs", "remove", f"{outputs}/default/old", str(path), "--yes") == 2
-        assert f"{path}: is no run" in capsys.readouterr().err
+        assert f"{path}: is no run" in refusal(capsys, "runs", "remove", f"{outputs}/default/old", str(path), "--yes")
     job = Job(outputs / "between")
     assert forgather("runs", "remove", f"{outputs}/default/old", f"{outputs}/between", "--yes") == 2
     assert f"forgather control stop {outputs}/between" in capsys.readouterr().err
@@ -117,8 +109,7 @@ WRONG = {
 
 def test_what_chooses_no_runs(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words, message in WRONG.items():
-        assert forgather("runs", "remove", *words.split()) == 2
-        assert re.search(message, capsys.readouterr().err)
+        assert re.search(message, refusal(capsys, "runs", "remove", *words.split()))
     assert (outputs / "default/new").is_dir()
 
 

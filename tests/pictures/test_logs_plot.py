@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from datetime import datetime
 from itertools import pairwise
@@ -14,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from logged import make_run
+from logged import make_run, write_records
 from matplotlib.figure import Figure
-from program import forgather
+from program import Process, forgather, refusal, shown
 
 from forgather_cli.pictures import style
 from forgather_cli.pictures.curves import Look, draw_curves
@@ -35,16 +33,12 @@ def logged(root: Path, steps: int = 40, *, start: float = 5.0, **settings: Any) 
         lines.append({**head, "loss": loss, **norms, "learning_rate": 1e-3 / n, **speed})
         if n % 10 == 0:
             lines.append({**head, "eval_loss": loss + 0.1, "eval_runtime": 0.5})
-    write(run, lines)
+    write_records(run.root, lines)
     return run
 
 
 def records(run: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.metrics.read_text().splitlines()]
-
-
-def write(run: RunDir, found: list[dict[str, Any]]) -> None:
-    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in found))
 
 
 def drawn(runs: list[RunDir], **look: Any) -> Figure:
@@ -110,7 +104,6 @@ def test_several_runs_are_told_apart_by_the_setting_that_differs(tmp_path: Path)
     figure.draw_without_rendering()
     [made] = figure.legends
     box, first = made.get_window_extent(), figure.axes[0].get_tightbbox()
-    assert first is not None
     assert box.y0 >= first.y1 - 1  # above all panels, nothing on another
     assert box.x1 <= figure.bbox.x1
 
@@ -130,7 +123,8 @@ def test_rolled_back_records_are_apart_and_a_resume_is_marked(tmp_path: Path) ->
     kept = records(run)
     of_loss = [record for record in kept if 15 < record["step"] <= 20 and "loss" in record]
     at = next(n for n, record in enumerate(kept) if record["step"] == 16)
-    write(run, [*kept[:at], *({**record, "loss": 50.0, "abandoned": True} for record in of_loss), *kept[at:]])
+    abandoned = [{**record, "loss": 50.0, "abandoned": True} for record in of_loss]
+    write_records(run.root, [*kept[:at], *abandoned, *kept[at:]])
     later = run.later_config(1)
     later.write_text(run.config.read_text())
     moment = datetime.fromisoformat("2026-01-01T00:00:30.500+00:00").timestamp()
@@ -161,7 +155,7 @@ def test_no_single_value_flattens_the_rest() -> None:
 
 def test_values_that_are_not_numbers_are_gaps(tmp_path: Path) -> None:
     run = logged(tmp_path / "run", 4)
-    write(run, [{**record, "loss": None} if record["step"] == 2 else record for record in records(run)])
+    write_records(run.root, [{**record, "loss": None} if record["step"] == 2 else record for record in records(run)])
     [loss] = lines(drawn([run]), "loss")
     assert [step for step, _ in loss] == [1, 2, 3, 4]
     assert math.isnan(loss[1][1])
@@ -215,8 +209,7 @@ def test_labels_of_many_parameters_do_not_overlap(tmp_path: Path, layers: int) -
 def test_the_command_writes_png_and_svg_and_says_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, _ = (logged(tmp_path / name, learning_rate=rate).root for name, rate in (("run", 0.001), ("other", 0.01)))
     make_run(tmp_path / "refused", [], learning_rate=1.0)
-    assert forgather("logs", "plot", str(run)) == 0
-    assert capsys.readouterr().out == f"{run}/plots/metrics.png\n"
+    assert shown(capsys, "logs", "plot", str(run)) == f"{run}/plots/metrics.png\n"
     assert (run / "plots/metrics.png").read_bytes().startswith(b"\x89PNG")
     out = tmp_path / "pictures/both.svg"
     assert forgather("logs", "plot", str(tmp_path), "-o", str(out)) == 0
@@ -242,17 +235,13 @@ def test_mistakes_are_told_in_one_sentence(tmp_path: Path, capsys: pytest.Captur
         ((empty,), "has no metrics.jsonl; nothing was logged there"),
         ((str(tmp_path / "none"),), "no such directory; give a run's directory"),
     ):
-        assert forgather("logs", "plot", *words) == 2
-        assert said in capsys.readouterr().err
+        assert said in refusal(capsys, "logs", "plot", *words)
     assert not list(tmp_path.rglob("*.png"))
 
 
 def test_without_matplotlib_the_message_says_what_to_install(tmp_path: Path) -> None:
     run = logged(tmp_path / "run", 4)
-    code = (
-        "import sys; sys.modules['matplotlib'] = None; sys.argv = ['forgather', 'logs', 'plot', sys.argv[1]];"
-        "from forgather_cli.cli.app import main; main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(run.root)], capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "error: logs plot: needs matplotlib; pip install 'forgather[plot]'\n"
+    code = "import sys; sys.modules['matplotlib'] = None; from forgather_cli.cli.app import main; main()"
+    with Process("logs", "plot", str(run.root), code=code, cold=True) as job:
+        assert job.finish() == 2
+    assert job.output == "error: logs plot: needs matplotlib; pip install 'forgather[plot]'"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+from program import document, shown
 from ranks import run_ranks
 from torch import Tensor
 
@@ -177,16 +177,12 @@ def test_early_ranks_of_1f1b_keep_more_activations(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_every_rank_and_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    from forgather_cli.plan.command import plan as command
-
-    words = ["model=nano", "data=synthetic", "trainer=pipeline", "nproc_per_node=2"]
-    command(words, None, params=False, as_json=True)
-    document = json.loads(capsys.readouterr().out)
-    assert [rank["rank"] for rank in document["ranks"]] == [0, 1]
-    assert document["memory_bytes"] == max(rank["memory_bytes"] for rank in document["ranks"])
-    assert [stage["rank"] for stage in document["stages"]] == [0, 1]
-    assert (document["trainer"], document["schedule"], document["world_size"]) == ("pipeline", "1F1B", 2)
-    assert 0 < document["bubble"] < 1
-    command(words, None, params=False, as_json=False)
-    table = capsys.readouterr().out
+    words = ["plan", "model=nano", "data=synthetic", "trainer=pipeline", "nproc_per_node=2"]
+    found = document(capsys, *words)
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert found["memory_bytes"] == max(rank["memory_bytes"] for rank in found["ranks"])
+    assert [stage["rank"] for stage in found["stages"]] == [0, 1]
+    assert (found["trainer"], found["schedule"], found["world_size"]) == ("pipeline", "1F1B", 2)
+    assert 0 < found["bubble"] < 1
+    table = shown(capsys, *words)
     assert all(text in table for text in ("pipeline on 2 ranks, schedule 1F1B, 2 stages, bubble", "1, head"))

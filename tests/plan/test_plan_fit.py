@@ -48,8 +48,6 @@ def test_predictions_are_near_what_is_allocated(tmp_path: Path, overrides: tuple
 
 def peak(trace: profile) -> int:
     """Bytes of all tensors together at the fullest moment."""
-    assert trace.profiler is not None
-    assert trace.profiler.kineto_results is not None
     events = [(e.start_ns(), e.nbytes()) for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = most = 0
     for _, size in sorted(events):
@@ -88,8 +86,7 @@ def test_the_largest_is_the_largest_divisor_that_is_predicted_to_fit(tmp_path: P
 
 
 def predicted(tmp_path: Path, size: int) -> int:
-    words = ("global_batch_size=96", f"per_device_train_batch_size={size}", "seq_len=256", "async_save=false")
-    return make_plan(tiny.config(tmp_path, *words)).fullest.total
+    return make_plan(tiny.config(tmp_path, *WORDS, f"per_device_train_batch_size={size}")).fullest.total
 
 
 def test_ways_to_more_are_listed_cheapest_first_with_what_they_bring(tmp_path: Path) -> None:

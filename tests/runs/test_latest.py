@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from kept_runs import Job, make_outputs
-from program import Process, document, forgather
+from program import Process, document, forgather, refusal, shown
 
 
 @pytest.fixture
-def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def outputs(own_directory: None) -> Path:
     return make_outputs()
 
 
@@ -36,9 +35,7 @@ def test_a_log_is_followed_until_the_job_ends(outputs: Path, capsys: pytest.Capt
     assert process.lines[-2:] == [
         "the last line", "outputs/between: ended at step 7, stopped, with exit code 0: told to",
     ]  # fmt: skip
-    assert forgather("logs", "follow", "outputs/default/new") == 0  # one that was killed
-    first, last = capsys.readouterr().out.splitlines()
+    first, last = shown(capsys, "logs", "follow", "outputs/default/new").splitlines()  # one that was killed
     assert first == "what it has printed"
     assert "was started on nowhere" in last
-    assert forgather("logs", "follow", "nowhere") == 2
-    assert "has no log" in capsys.readouterr().err
+    assert "has no log" in refusal(capsys, "logs", "follow", "nowhere")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from logged import make_run
-from program import document, forgather
+from program import document, refusal, shown
 
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.find import differing, find_runs, labels
@@ -41,8 +41,7 @@ def test_a_directory_of_runs_is_a_table_with_the_settings_that_differ(
     ]
     assert "has no metrics.jsonl" in found[0]["reason"]
     assert summaries(capsys, str(sweep / "lr-*")) == found  # a pattern that the shell left alone
-    assert forgather("logs", "summary", str(sweep), "--markdown") == 0
-    head, rule, *rows = capsys.readouterr().out.splitlines()
+    head, rule, *rows = shown(capsys, "logs", "summary", str(sweep), "--markdown").splitlines()
     assert head.startswith("| run | learning_rate | step | first loss | loss |")
     assert rule.startswith("| --- | ---: |")
     assert rows[2].split(" | ")[1:5] == ["0.003", "20/100", "2.9000", "2.0000"]
@@ -55,8 +54,8 @@ def test_runs_are_sorted_by_what_they_measured_or_by_a_setting(sweep: Path, caps
     assert rates("--sort", "eval_loss") == ["0.003", "0.001", "0.0003"]  # those without come last
     assert rates("--sort", "learning_rate") == ["0.0003", "0.001", "0.003"]
     assert rates("--sort", "learning_rate", "--reverse") == ["0.003", "0.001", "0.0003"]
-    assert forgather("logs", "summary", str(sweep), "--sort", "eval_los") == 2
-    assert "--sort: nothing to sort by is called 'eval_los'; did you mean eval_loss? Known: " in capsys.readouterr().err
+    told = refusal(capsys, "logs", "summary", str(sweep), "--sort", "eval_los")
+    assert "--sort: nothing to sort by is called 'eval_los'; did you mean eval_loss? Known: " in told
 
 
 def test_states_are_those_of_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,10 +84,8 @@ def test_what_leads_to_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     for path, said in (
         ("nowhere", "no such directory"), ("no*", "matches no run"), (".", "has no metrics.jsonl or config.yaml"),
     ):  # fmt: skip
-        assert forgather("logs", "summary", str(tmp_path / path)) == 2
-        assert said in capsys.readouterr().err
-    assert forgather("logs", "summary", str(tmp_path), "--json", "--markdown") == 2
-    assert "use one of them" in capsys.readouterr().err
+        assert said in refusal(capsys, "logs", "summary", str(tmp_path / path))
+    assert "use one of them" in refusal(capsys, "logs", "summary", str(tmp_path), "--json", "--markdown")
 
 
 def test_logs_that_went_to_a_directory_of_their_own_are_found(tmp_path: Path) -> None:

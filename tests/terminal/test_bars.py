@@ -10,6 +10,7 @@ from pathlib import Path
 import finalized
 import pytest
 from program import forgather
+from terminal import Screen
 
 from forgather_cli.config.schema import TextSettings
 from forgather_cli.data.build import load_data
@@ -18,17 +19,10 @@ from forgather_cli.terminal import bars
 from forgather_cli.terminal.bars import Bar, doing
 
 
-class Terminal(io.StringIO):
-    """Standard error as a terminal that keeps all that was drawn on it."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Screen:
     """No fixture: pytest sets standard error anew for the test itself."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", made := Terminal())
+    monkeypatch.setattr(sys, "stderr", made := Screen())
     return made
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from terminal import Screen
 
 from forgather_cli.launch.rank_log import rank_log
 from forgather_cli.terminal.folding import fold, tell
@@ -55,12 +56,7 @@ def test_a_pipe_gets_each_line_whole(capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "word " * 100 + "end\n"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("kind", [Terminal, io.StringIO])
+@pytest.mark.parametrize("kind", [Screen, io.StringIO])
 def test_a_line_of_the_log_breaks_no_path(
     kind: type[io.StringIO], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,4 +66,4 @@ def test_a_line_of_the_log_breaks_no_path(
         logging.getLogger("forgather_cli.test").info("resumed from %s at step %d", f"{RUN}/{RUN[:20]}", 3)
     lines = said.getvalue().splitlines()
     assert any(f"{RUN}/{RUN[:20]}" in line for line in lines)
-    assert (max(map(len, lines)) <= 80) == (kind is Terminal) == (len(lines) > 1)
+    assert (max(map(len, lines)) <= 80) == (kind is Screen) == (len(lines) > 1)
