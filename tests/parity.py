@@ -12,7 +12,7 @@ import functools
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,9 +120,10 @@ class Probe(TrainerCallback):
 
     def _noting(self, forward_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def noted(microbatches: Any, step_targets: Tensor) -> Tensor:
-            rows: list[Tensor] = []
-            loss = forward_backward(_Noted(microbatches, rows), step_targets)
-            self.share.samples.append(torch.cat(rows) if rows else torch.empty(0, SEQ_LEN, dtype=torch.int64))
+            taken: list[Any] = []
+            loss = forward_backward(tiny.Noted(microbatches, taken), step_targets)
+            rows = [batch["input_ids"] for batch in taken] or [torch.empty(0, SEQ_LEN, dtype=torch.int64)]
+            self.share.samples.append(torch.cat(rows))
             return loss
 
         return noted
@@ -153,27 +154,11 @@ class Probe(TrainerCallback):
             share.tokens = generate(logits, prompts, real, max_new_tokens=8, do_sample=False)
 
 
-class _Noted:
-    """Micro-batches that leave their token ids in ``rows`` as they are taken."""
-
-    def __init__(self, microbatches: Any, rows: list[Tensor]) -> None:
-        self._microbatches, self._rows = microbatches, rows
-
-    def __len__(self) -> int:
-        return len(self._microbatches)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._microbatches:
-            self._rows.append(batch["input_ids"].clone())
-            yield batch
-
-
 def run_rank(config: Config, path: Path) -> Share:
     """One rank of a run; the process is left as it was."""
     try:
         trainer = tiny.train(config, RunDir(path))
-        share: Share = trainer.callbacks.by_name["probe"].share
-        return share
+        return trainer.callbacks.by_name["probe"].share
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -231,8 +216,6 @@ def merged(shares: list[Share], path: Path) -> Result:
     for share in shares[1:]:
         assert repr(share.norms) == repr(first.norms)  # to the last bit; NaN, of a step skipped under fp16, is NaN
         assert share.eval_losses == first.eval_losses
-        assert first.tokens is not None
-        assert share.tokens is not None
         assert torch.equal(share.tokens, first.tokens)
     by_data_rank = {share.data_rank: share for share in reversed(shares)}
     slices = [by_data_rank[rank].samples for rank in sorted(by_data_rank)]
@@ -259,11 +242,8 @@ def assembled(shares: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
             assert torch.equal(rows, held[start]), f"{name}: ranks hold different rows from {start}"
         elif start not in held:
             held[start] = rows
-    return {n: _joined([held[start] for start in sorted(held)]) for n, held in pieces.items()}
-
-
-def _joined(rows: list[Tensor]) -> Tensor:
-    return torch.cat(rows) if len(rows) > 1 else rows[0]
+    joined = ((name, [held[start] for start in sorted(held)]) for name, held in pieces.items())
+    return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in joined}
 
 
 def go_on(layout: Layout, settings: Sequence[str], checkpoint: Path, path: Path) -> Result:
@@ -324,8 +304,7 @@ def assert_update_within(share: float, found: Result, reference: Result, step: i
 
 
 def _norm(tensors: dict[str, Tensor]) -> Tensor:
-    norm: Tensor = torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
-    return norm
+    return torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
 
 
 def assert_same_samples(found: Result, reference: Result, *, first: int | None = None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from chats import SHAPE
 from torch import Tensor
 
 from forgather_cli.config.pipeline_layout import Stage, stage_layout
@@ -31,18 +32,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 0},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
-COMMON = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32,
-}  # fmt: skip
+COMMON = {**SHAPE, "num_hidden_layers": 3, "max_position_embeddings": 32}
 
 
 def on_meta(model_type: str, **changes: Any) -> CausalLM:
     option = TransformersSettings(config={"model_type": model_type, **COMMON, **SHAPES.get(model_type, {}), **changes})
     with torch.device("meta"):
-        model = build_model(option, vocab_size=V, seq_len=16)
-    assert isinstance(model, CausalLM)
-    return model
+        return build_model(option, vocab_size=V, seq_len=16)
 
 
 def filled(model: Any) -> Any:
