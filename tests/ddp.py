@@ -51,8 +51,7 @@ class Run:
             self.outer.after_optimizer_step()
 
     def result(self) -> dict[str, Any]:
-        weights = weights_of(self.model)
-        return {"losses": self.losses, "norms": self.norms, "grads": self.grads, "weights": weights}
+        return {"losses": self.losses, "norms": self.norms, "grads": self.grads, "weights": weights_of(self.model)}
 
 
 def trained(plan: list[Slices], settings: dict[str, Any], *, sized: bool = True) -> dict[str, Any]:

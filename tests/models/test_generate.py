@@ -13,9 +13,8 @@ from forgather_cli.config.schema import RopeScaling
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate
 
-V = 64
 decoder = partial(tiny.decoder, 1, initializer_range=0.3)
-PROMPTS = torch.randint(0, V, (3, 7), generator=torch.Generator().manual_seed(0))
+PROMPTS = torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(0))
 
 
 def test_only_the_new_token_is_fed_with_a_cache() -> None:
