@@ -67,8 +67,7 @@ def theirs(directory: Path, **settings: Any) -> Any:
 @torch.no_grad()
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:
     out = model(ids)
-    found: Tensor = getattr(out, "logits", out)
-    return found
+    return getattr(out, "logits", out)
 
 
 def weights(directory: Path) -> dict[str, Tensor]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import parity
 import torch
 import torch.nn.functional as F
-from parity import SEQ_LEN, Layout, Result
+from finalized import theirs as load_theirs
+from parity import SEQ_LEN, Layout, Result, assert_near
 
 from forgather_cli.models.hf.build import library
 from forgather_cli.run_dir import RunDir
@@ -50,17 +50,18 @@ def newest_model(run: Path) -> Path:
     return RunDir(run).checkpoint(RunDir(run).checkpoint_steps()[-1]) / "model"
 
 
-def load_theirs(path: Path) -> Any:
-    """A directory as transformers loads it, in eval mode."""
-    return library().AutoModelForCausalLM.from_pretrained(path).eval()
-
-
-def by_hand(theirs: Any, samples: Sequence[torch.Tensor], **inputs: Any) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of plain PyTorch steps with a model of transformers."""
+def assert_as_by_hand(run: Result, ids: torch.Tensor, *, trains_padding: bool = False) -> None:
+    """Losses, gradient norms and what is learned are those of plain PyTorch steps with the model of transformers."""
+    ends = load_theirs(newest_model(run.path))
+    theirs = library().AutoModelForCausalLM.from_config(ends.config).train()
+    if trains_padding:
+        theirs.get_input_embeddings().padding_idx = None  # of config.json: the end token
+    missing, unexpected = theirs.load_state_dict(run.begin, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
     losses, norms = [], []
-    theirs.train()
-    for batch in samples:
-        logits = theirs(input_ids=batch, **inputs).logits[:, :-1]
+    for batch in run.samples:
+        logits = theirs(input_ids=batch).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)))
@@ -70,4 +71,6 @@ def by_hand(theirs: Any, samples: Sequence[torch.Tensor], **inputs: Any) -> tupl
                 if parameter.grad is not None:
                     parameter -= LEARNING_RATE * parameter.grad
                     parameter.grad = None
-    return losses, norms
+    assert_near(run.losses, losses, "loss")
+    assert_near(run.norms, norms, "gradient norm")
+    torch.testing.assert_close(ends(ids).logits, theirs.eval()(ids).logits, rtol=1e-5, atol=1e-5)

@@ -33,11 +33,9 @@ class Job:
     def __init__(self, root: Path) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", JOB, str(root)], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True, bufsize=1)  # fmt: skip
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "has it\n"
 
     def say(self, line: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
 
     def end(self) -> None:
@@ -64,7 +62,6 @@ def make_run(root: Path, changed: float, losses: tuple[float, ...] = (), ended: 
 
 
 def make_outputs() -> Path:
-    """Three of them."""
     make_run(Path("outputs/default/old"), 1e9, (3.0, 2.0, 2.5))
     make_run(Path("outputs/default/new"), 1.2e9, ended=False)
     make_run(Path("outputs/between"), 1.1e9, (1.0,))

@@ -44,13 +44,10 @@ class Words(nn.Module):
         return x
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.hidden_states(input_ids))
-        return logits
+        return self.head(self.hidden_states(input_ids))
 
 
 class Part(nn.Module):
-    """A stage of ``Words``."""
-
     def __init__(self, model: Any, stage: Any) -> None:
         super().__init__()
         is_tied = model.head.weight is model.embed.weight

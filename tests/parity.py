@@ -149,8 +149,7 @@ def run_rank(config: Config, path: Path) -> Share:
     """One rank of a run; the process is left as it was."""
     try:
         trainer = tiny.train(config, RunDir(path))
-        share: Share = trainer.callbacks.by_name["probe"].share
-        return share
+        return trainer.callbacks.by_name["probe"].share
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -234,11 +233,8 @@ def assembled(shares: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
             assert torch.equal(rows, held[start]), f"{name}: ranks hold different rows from {start}"
         elif start not in held:
             held[start] = rows
-    return {n: _joined([held[start] for start in sorted(held)]) for n, held in pieces.items()}
-
-
-def _joined(rows: list[Tensor]) -> Tensor:
-    return torch.cat(rows) if len(rows) > 1 else rows[0]
+    joined = ((name, [held[start] for start in sorted(held)]) for name, held in pieces.items())
+    return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in joined}
 
 
 def go_on(layout: Layout, settings: Sequence[str], checkpoint: Path, path: Path) -> Result:
@@ -299,8 +295,7 @@ def assert_update_within(share: float, found: Result, reference: Result, step: i
 
 
 def _norm(tensors: dict[str, Tensor]) -> Tensor:
-    norm: Tensor = torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
-    return norm
+    return torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
 
 
 def assert_same_samples(found: Result, reference: Result, *, first: int | None = None) -> None:

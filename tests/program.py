@@ -138,7 +138,6 @@ class Process:
 
     def read_until(self, pattern: str) -> str:
         """The first line that matches; fails when the output ends before."""
-        assert self.process.stdout is not None
         for line in self.process.stdout:
             self.lines.append(line.rstrip("\n"))
             if re.search(pattern, line):
@@ -153,7 +152,6 @@ class Process:
 
     def finish(self) -> int:
         """Read to the end; returns the exit code."""
-        assert self.process.stdout is not None
         self.lines += self.process.stdout.read().splitlines()
         self.process.stdout.close()
         return self.process.wait(timeout=60)

@@ -154,7 +154,6 @@ def _collect(count: int, deadline: float) -> tuple[dict[int, Any], dict[int, Bas
     failures: list[tuple[float, int, BaseException, str]] = []
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), left):
-            assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
                 failed_at, value, text = pickle.loads(connection.recv_bytes())

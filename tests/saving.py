@@ -202,9 +202,7 @@ def sign(path: Path, document: dict[str, Any]) -> None:
 
 def newest(run: RunDir, level: Any = "full") -> Reader:
     """The newest valid checkpoint, of which there is one."""
-    reader = newest_valid(run, level)
-    assert reader is not None
-    return reader
+    return newest_valid(run, level)
 
 
 def io_bytes(kind: str) -> int:

@@ -74,8 +74,7 @@ class Terminal:
 
     def finish(self) -> int:
         self.read_until(None)
-        os.close(self.master)
-        return self.process.wait(timeout=60)
+        return self.close()
 
     @property
     def bars(self) -> list[str]:

@@ -17,16 +17,9 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "environment"
 BACKEND = """
-import os, zipfile
+import os, shutil
 def _wheel(directory, settings=None, metadata=None):
-    name = "forgather-1-py3-none-any.whl"
-    with zipfile.ZipFile(os.path.join(directory, name), "w") as wheel:
-        wheel.writestr("forgather-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: forgather\\nVersion: 1\\n"
-            "Requires-Dist: torch\\nRequires-Dist: other\\n")
-        wheel.writestr("forgather-1.dist-info/WHEEL",
-            "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
-        wheel.writestr("forgather-1.dist-info/RECORD", "")
-    return name
+    return os.path.basename(shutil.copy("forgather/forgather-1-py3-none-any.whl", directory))
 build_editable = build_wheel = _wheel
 """
 PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
@@ -83,6 +76,7 @@ def checkout(tmp_path: Path, made_once: Path, monkeypatch: pytest.MonkeyPatch) -
     (root / "scripts" / "constraints.txt").write_text("# written\nother==1\nneeded==1\ntorch==2.0\n")
     (root / "pyproject.toml").write_text(PROJECT)
     (root / "backend.py").write_text(BACKEND)
+    add_wheel(root, "forgather", "1", "Requires-Dist: torch\nRequires-Dist: other\n")
     for index in ("cpu", "ordinary"):
         for name in ("torch", "other", "needed"):
             for version in ("1", "2.0", "3.0"):

@@ -154,7 +154,6 @@ def fully_sharded_over_tensor_parallel(rows: int, mesh_shape: tuple[int, int]) -
         assert torch.equal(local(p), full[name][box_of(p).slices]), name
         rows_here = RowExchange([p]).rows(p) if needs_exchange(p) else local(p)
         assert torch.equal(rows_here, full[name][slice(*rows_of(p))]), name
-        assert isinstance(p, DTensor)
     return held
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tiny
 
 from forgather_cli import __version__
 
@@ -67,6 +67,5 @@ def test_the_installed_wheel_trains_outside_the_checkout(
     command = [str(python.with_name("forgather")), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {record["step"] for record in records if "loss" in record} == {1, 2}
+    assert {record["step"] for record in tiny.metrics(tmp_path / "run") if "loss" in record} == {1, 2}
     assert (tmp_path / "run" / "checkpoints" / "step-00000002" / "model" / "model.safetensors").is_file()

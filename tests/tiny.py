@@ -98,10 +98,7 @@ def acts(**events: Callable[..., Any]) -> TrainerCallback:
 
         return event
 
-    acting: type[TrainerCallback] = type(
-        "Acts", (TrainerCallback,), {name: method(act) for name, act in events.items()}
-    )
-    return acting()
+    return type("Acts", (TrainerCallback,), {name: method(act) for name, act in events.items()})()
 
 
 def note_batches(strategy: Strategy) -> list[list[Batch]]:
@@ -111,13 +108,15 @@ def note_batches(strategy: Strategy) -> list[list[Batch]]:
 
     def noting(microbatches: Any, step_targets: Tensor) -> Tensor:
         steps.append([])
-        return plain(_Noted(microbatches, steps[-1]), step_targets)
+        return plain(Noted(microbatches, steps[-1]), step_targets)
 
     strategy.forward_backward = noting  # type: ignore[method-assign]
     return steps
 
 
-class _Noted:
+class Noted:
+    """Micro-batches of a step, which are appended to ``into`` as they are taken."""
+
     def __init__(self, microbatches: Any, into: list[Batch]) -> None:
         self._microbatches, self._into = microbatches, into
 
@@ -140,8 +139,7 @@ def script(
     args = TrainingArguments(str(path), **{**quiet, **given})
     model = model if model is not None or "model_init" in own else decoder()
     data = RandomTokens() if data is None else data
-    made: Trainer = kind(model, args, train_dataset=data, eval_dataset=evaluated, **own)
-    return made
+    return kind(model, args, train_dataset=data, eval_dataset=evaluated, **own)
 
 
 def config(output_dir: Path, *overrides: str, callbacks: str = "minimal") -> Config:

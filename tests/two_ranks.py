@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import socket
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 from program import SMALL as WORDS
 from program import Process, nobody_runs
 from ranks import run_ranks
+from tiny import metrics
 
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.exit_status import ExitRecord, read_exit_record
@@ -60,7 +60,6 @@ def _slurm_task(folder: str, port: int, recipe: str, words: list[str]) -> tuple[
     dist.destroy_process_group()
     task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     place = joined([], {**task, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
-    assert place is not None
     printed, before = io.StringIO(), Path.cwd()
     os.chdir(folder)
     try:
@@ -87,12 +86,9 @@ def nobody_left(ranks: int = 2) -> bool:
 
 def ended() -> ExitRecord:
     """How the run ended, by its ``exit.json``."""
-    outcome = read_exit_record(RUN)
-    assert outcome is not None
-    return outcome
+    return read_exit_record(RUN)
 
 
 def recorded_steps(run: RunDir = RUN) -> list[int]:
     """Steps with a loss in metrics.jsonl."""
-    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [record["step"] for record in records if "loss" in record]
+    return [record["step"] for record in metrics(run.root) if "loss" in record]

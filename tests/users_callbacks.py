@@ -21,25 +21,13 @@ class ForHuggingFace(transformers.TrainerCallback):  # type: ignore[misc]
         self.at = at
         self.notes: list[tuple[Any, ...]] = []
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any = None,
-        processing_class: Any = None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        train_dataloader: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        parameters = sum(1 for _ in model.parameters())
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.notes.append(("begin", state.max_steps, args.logging_steps, args.per_device_train_batch_size))
-        assert parameters
-        assert processing_class.decode(processing_class.encode("text")) == "text"
-        assert len(optimizer.param_groups) >= 1
-        assert lr_scheduler.get_last_lr()[0] <= args.learning_rate
-        assert len(train_dataloader) == 32
+        assert [*given["model"].parameters()]
+        assert given["processing_class"].decode(given["processing_class"].encode("text")) == "text"
+        assert len(given["optimizer"].param_groups) >= 1
+        assert given["lr_scheduler"].get_last_lr()[0] <= args.learning_rate
+        assert len(given["train_dataloader"]) == 32
         assert os.fspath(args.output_dir)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -48,7 +36,6 @@ class ForHuggingFace(transformers.TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        assert logs is not None
         assert state.log_history[-1].items() >= logs.items()
         if "loss" in logs:
             self.notes.append(("log", state.global_step, round(state.epoch, 6), logs["loss"]))
@@ -70,15 +57,8 @@ class EveryEvent(TrainerCallback):
         raise NotImplementedError
 
 
-def _handler(event: str) -> Any:
-    def handle(self: EveryEvent, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.happens(event, state, kwargs)
-
-    return handle
-
-
 for _event in EVENTS:
-    setattr(EveryEvent, _event, _handler(_event))
+    setattr(EveryEvent, _event, lambda self, args, state, control, _e=_event, **given: self.happens(_e, state, given))
 
 
 class Raises(EveryEvent):

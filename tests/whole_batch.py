@@ -42,8 +42,7 @@ def targets(batch: Batch) -> Tensor:
 
 def whole(tensor: Any) -> Tensor:
     """Collective. A copy of the full tensor."""
-    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return full.detach().clone()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
 def grads_of(model: nn.Module) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from functools import partial
 from pathlib import Path
@@ -99,30 +100,6 @@ def test_packed_examples_are_as_if_alone() -> None:
     assert int((packed["labels"] != -100).sum()) == sum(len(each.target) for each in examples)
 
 
-def test_generation_with_and_without_a_cache_writes_the_same() -> None:
-    ours = model()
-    logits = partial(model_logits, ours)
-    ids, mask, encoder_inputs = prompt_inputs(ours, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 0)
-
-    def written(**options: object) -> torch.Tensor:
-        return generate(
-            logits,
-            ids,
-            mask,
-            encoder_inputs=encoder_inputs,
-            max_new_tokens=12,
-            **options,  # type: ignore[arg-type]
-        )
-
-    assert torch.equal(written(do_sample=False), written(do_sample=False, use_cache=False))
-    assert torch.equal(written(), written(use_cache=False))
-    beams = written(do_sample=False, num_beams=3, eos_token_id=1)
-    assert torch.equal(beams, written(do_sample=False, num_beams=3, eos_token_id=1, use_cache=False))
-    alone = prompt_inputs(ours, [[4]], 0)
-    one = generate(logits, alone[0], encoder_inputs=alone[2], max_new_tokens=12, do_sample=False)
-    assert torch.equal(one[0], written(do_sample=False)[1])
-
-
 def test_texts_of_the_decoder_are_those_of_the_class_that_is_written_with_a_cache_and_without(tmp_path: Path) -> None:
     from forgather_cli.models.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
     from forgather_cli.models.pretrained import write_model_files
@@ -131,16 +108,17 @@ def test_texts_of_the_decoder_are_those_of_the_class_that_is_written_with_a_cach
     write_model_files(ours, None, tmp_path)
     theirs = Qwen3ForSeq2SeqLM(Qwen3EncDecConfig.from_pretrained(tmp_path)).eval()
     theirs.load_state_dict(ours.state_dict(), strict=False)
-    begin, _, encoder_inputs = prompt_inputs(ours, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 2)
-    assert encoder_inputs is not None
+    begin, mask, encoder_inputs = prompt_inputs(ours, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 2)
     rules = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 3, "eos_token_id": [*range(10, 40)],
              "pad_token_id": 2}  # fmt: skip
-    for beams in (1, 3):
-        made = generate(partial(model_logits, ours), begin, encoder_inputs=encoder_inputs, num_beams=beams, **rules)  # type: ignore[arg-type]
-        for cached in (True, False):
-            given = {**encoder_inputs, "decoder_start_token_id": 2, "use_cache": cached, "num_beams": beams}
-            assert made.tolist() == theirs.generate(**given, **rules).tolist()
+    for beams, cached in itertools.product((1, 3), (True, False)):
+        chosen = {**rules, "num_beams": beams, "use_cache": cached}
+        made = generate(partial(model_logits, ours), begin, mask, encoder_inputs=encoder_inputs, **chosen)
+        assert made.tolist() == theirs.generate(**encoder_inputs, decoder_start_token_id=2, **chosen).tolist()
     assert len({row.index(2, 1) if 2 in row[1:] else 13 for row in made.tolist()}) > 1
+    alone, _, inputs = prompt_inputs(ours, [[4]], 2)
+    one = generate(partial(model_logits, ours), alone, encoder_inputs=inputs, **chosen)[0].tolist()
+    assert one == made[1].tolist()[: len(one)]
 
 
 def test_other_sources_are_refused(source: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Generation: cached equals uncached, padding, stops, filters, and numbers that are not."""
+"""Generation: what is fed to the model, padding, stops, draws, and numbers that are not."""
 
 from __future__ import annotations
 
@@ -13,34 +13,8 @@ from forgather_cli.config.schema import RopeScaling
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate
 
-V = 64
 decoder = partial(tiny.decoder, 1, initializer_range=0.3)
-
-
-def fixed(*rows: list[float]) -> Any:
-    """A model whose last logits are always these."""
-    return lambda batch, last_only, cache: torch.tensor(rows)[:, None]
-
-
-PROMPTS = torch.randint(0, V, (3, 7), generator=torch.Generator().manual_seed(0))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"num_key_value_heads": 1},
-        {"sliding_window": 5},
-        {"rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0), "max_position_embeddings": 9},
-    ],
-    ids=["gqa", "window", "dynamic"],
-)
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"temperature": 0.8, "top_k": 9, "top_p": 0.9}])
-def test_cached_tokens_equal_uncached(changes: dict[str, Any], options: dict[str, Any]) -> None:
-    logits = partial(model_logits, decoder(**changes))
-    made = [generate(logits, PROMPTS, max_new_tokens=20, use_cache=c, **options) for c in (True, False)]
-    assert torch.equal(*made)
-    assert made[0].shape == (3, 27)
-    assert torch.equal(made[0][:, :7], PROMPTS)
+PROMPTS = torch.randint(0, 64, (3, 7), generator=torch.Generator().manual_seed(0))
 
 
 def test_only_the_new_token_is_fed_with_a_cache() -> None:
@@ -48,6 +22,13 @@ def test_only_the_new_token_is_fed_with_a_cache() -> None:
     model.model.embed_tokens.register_forward_pre_hook(lambda m, a: widths.append(a[0].shape[1]))
     generate(partial(model_logits, model), PROMPTS, max_new_tokens=4)
     assert widths == [7, 1, 1, 1]
+
+
+def test_where_angles_change_with_the_length_the_whole_text_is_fed() -> None:
+    rope = RopeScaling(rope_type="dynamic", factor=2.0)
+    logits = partial(model_logits, decoder(rope_scaling=rope, max_position_embeddings=9))
+    made = [generate(logits, PROMPTS, max_new_tokens=20, do_sample=False, use_cache=c) for c in (True, False)]
+    assert torch.equal(*made)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
@@ -60,37 +41,6 @@ def test_left_padded_prompts_give_the_tokens_they_give_alone(use_cache: bool) ->
     for row, n in enumerate(lengths):
         alone = generate(logits, PROMPTS[row : row + 1, 7 - n :], **options)
         assert torch.equal(together[row, 7:], alone[0, n:])
-
-
-def test_a_model_without_cache_gets_the_whole_sequence() -> None:
-    class Plain(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = decoder()
-
-        def forward(self, input_ids: torch.Tensor) -> tuple[torch.Tensor]:
-            return (self.inner(input_ids),)
-
-    expected = generate(partial(model_logits, decoder()), PROMPTS, max_new_tokens=6, do_sample=False)
-    assert torch.equal(generate(partial(model_logits, Plain()), PROMPTS, max_new_tokens=6, do_sample=False), expected)
-
-
-def test_rows_end_early_and_are_filled() -> None:
-    calls = []
-
-    def counting(batch: Any, last_only: bool, cache: Any) -> torch.Tensor:
-        calls.append(1)
-        scores = torch.zeros(2, 1, 5)
-        scores[0, 0, 3 if len(calls) == 2 else 1] = 9.0  # row 0 ends at its second token
-        scores[1, 0, 4 if len(calls) == 4 else 2] = 9.0  # row 1 at its fourth, with the other end token
-        return scores
-
-    prompt = torch.zeros(2, 1, dtype=torch.int64)
-    made = generate(counting, prompt, max_new_tokens=10, do_sample=False, eos_token_id=[3, 4], pad_token_id=0)
-    assert made[:, 1:].tolist() == [[1, 3, 0, 0], [2, 2, 2, 4]]
-    calls.clear()
-    made = generate(counting, prompt, max_new_tokens=10, do_sample=False, eos_token_id=[3, 4])
-    assert made[0, 1:].tolist() == [1, 3, 3, 3], "without a pad token the end token fills"
 
 
 def test_on_token_sees_each_column_and_can_stop() -> None:
@@ -124,8 +74,9 @@ def test_non_finite_logits_survive(do_sample: bool) -> None:
     rows = [[NAN, 3.0, NAN], [INF, 0.0, 1.0], [-INF, -INF, 2.0], [NAN, NAN, NAN], [-INF, -INF, -INF], [NAN, -INF, INF]]
     prompt = torch.zeros(6, 1, dtype=torch.int64)
     made = generate(
-        fixed(*rows), prompt, max_new_tokens=1, do_sample=do_sample, temperature=0.5, repetition_penalty=1.1, top_p=0.9
-    )[:, 1].tolist()
+        lambda batch, last_only, cache: torch.tensor(rows)[:, None], prompt,
+        max_new_tokens=1, do_sample=do_sample, temperature=0.5, repetition_penalty=1.1, top_p=0.9,
+    )[:, 1].tolist()  # fmt: skip
     assert made[:3] == [1, 0, 2]
     assert made[5] == 2
     assert set(made) <= {0, 1, 2}

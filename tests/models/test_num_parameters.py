@@ -13,13 +13,10 @@ from forgather_cli.models.build import build_model
 
 VOCABULARY = 300
 SETTINGS: list[DecoderSettings | EncoderDecoderSettings] = [
-    DecoderSettings(),
-    DecoderSettings(tie_word_embeddings=True),
     DecoderSettings(attention_bias=True, mlp_bias=True),
-    DecoderSettings(attention_bias=True, attention_output_bias=False),
-    DecoderSettings(qk_norm=True, num_attention_heads=4, num_key_value_heads=2, head_dim=10),
+    DecoderSettings(attention_bias=True, attention_output_bias=False, tie_word_embeddings=True),
+    DecoderSettings(qk_norm=True, num_attention_heads=4, num_key_value_heads=2, head_dim=10, vocab_size=1000),
     DecoderSettings(hidden_size=72, num_attention_heads=4, intermediate_size=100),
-    DecoderSettings(vocab_size=1000),
     EncoderDecoderSettings(),
     EncoderDecoderSettings(tie_word_embeddings=False, attention_bias=True),
     EncoderDecoderSettings(num_key_value_heads=2, head_dim=20, intermediate_size=100),

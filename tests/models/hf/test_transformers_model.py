@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from hf_models import CONFIGS, by_hand, fresh, load_theirs, newest_model, train
+from hf_models import CONFIGS, assert_as_by_hand, fresh, load_theirs, newest_model, train
 from parity import LAYOUTS, Result, assert_near, assert_parity
 from torch import Tensor
 
@@ -41,7 +41,6 @@ def model_of(option: TransformersSettings, *, vocab_size: int = V, seq_len: int 
         model = build_model(option, vocab_size=vocab_size, seq_len=seq_len)
     allocate(model, "cpu")
     initialize(option, model, seed)
-    assert isinstance(model, CausalLM)
     return model.eval()
 
 
@@ -56,23 +55,13 @@ def tokens() -> Tensor:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Each model on one device."""
     folder = tmp_path_factory.mktemp("single")
     return {name: train(LAYOUTS["single"], ["model=transformers", fresh(name)], folder / name) for name in CONFIGS}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_losses_and_norms_are_those_of_a_plain_loop(name: str, runs: dict[str, Result]) -> None:
-    run = runs[name]
-    theirs = library().AutoModelForCausalLM.from_config(load_theirs(newest_model(run.path)).config)
-    missing, unexpected = theirs.load_state_dict(run.begin, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    losses, norms = by_hand(theirs, run.samples)
-    assert_near(run.losses, losses, "loss")
-    assert_near(run.norms, norms, "gradient norm")
-    ends = load_theirs(newest_model(run.path))
-    torch.testing.assert_close(ends(tokens()).logits, theirs.eval()(tokens()).logits, rtol=1e-5, atol=1e-5)
+    assert_as_by_hand(runs[name], tokens())
 
 
 @pytest.mark.parametrize(
@@ -88,8 +77,8 @@ def test_strategies_agree(name: str, layout: str, runs: dict[str, Result], tmp_p
 
 
 def test_a_checkpoint_goes_on_in_another_layout(runs: dict[str, Result], tmp_path: Path) -> None:
-    model, early = ["model=transformers", fresh("gpt2")], ["callbacks.probe.stop_after=2"]
-    train(LAYOUTS["fsdp2 2"], model, tmp_path, [f"+{early[0]}"])
+    model = ["model=transformers", fresh("gpt2")]
+    train(LAYOUTS["fsdp2 2"], model, tmp_path, ["+callbacks.probe.stop_after=2"])
     found = train(LAYOUTS["single"], model, tmp_path, resume=True)
     assert len(found.losses) == 2
     assert_near(found.losses, runs["gpt2"].losses, "loss")
@@ -174,7 +163,6 @@ def test_first_values_depend_on_name_and_seed_alone() -> None:
 
 def test_generation_ends_where_learned_positions_do() -> None:
     model = model_of(settings_of("gpt2"))
-
     found = generate(partial(model_logits, model), tokens(), max_new_tokens=100, do_sample=False)
     assert found.shape == (2, 33)  # the 33rd token comes from the 32nd position
     with pytest.raises(ModelError, match=r"GPT2LMHeadModel has 32 learned positions, got a sequence of 33 tokens"):
@@ -230,10 +218,7 @@ def test_runs_and_foreign_directories_are_sources(runs: dict[str, Result]) -> No
     [
         ({"model_type": "gtp2"}, r"model\.config: transformers \S+ has no model_type 'gtp2'; did you mean gpt2\?"),
         ({"model_type": "vit"}, r"model_type 'vit' has no causal language model"),
-        (
-            {"model_type": "gpt2", "n_layr": 2},
-            r"model\.config\.n_layr: GPT2Config has no such setting; did you mean n_",
-        ),
+        ({"model_type": "gpt2", "n_layr": 2}, r"model\.config\.n_layr: GPT2Config has no such .*; did you mean n_"),
         ({"model_type": "llama", "hidden_size": 33}, r"model\.config: LlamaConfig refused it: .*33"),
         ({"model_type": "gpt2", "vocab_size": 9}, r"model\.config\.vocab_size: the tokenizer has 257 tokens, got 9"),
         ({"model_type": "gpt2", "n_positions": 8}, r"data\.seq_len: GPT2LMHeadModel has 8 learned positions .* got 16"),
@@ -246,13 +231,9 @@ def test_configs_that_make_no_model(config: dict[str, object] | str, message: st
         model_of(TransformersSettings(config=config))
 
 
-def test_directories_that_hold_no_model(runs: dict[str, Result], tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(runs: dict[str, Result], tmp_path: Path) -> None:
     shutil.copytree(newest_model(runs["gpt2"].path), tmp_path / "a")
-    weights = tmp_path / "a/model.safetensors"
-    weights.rename(tmp_path / "a/pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"only pytorch_model\.bin, a pickle, which can run code .*NEW"):
-        model_of(TransformersSettings(path=str(tmp_path / "a")))
-    shutil.copy(newest_model(runs["llama"].path) / "model.safetensors", weights)
+    shutil.copy(newest_model(runs["llama"].path) / "model.safetensors", tmp_path / "a")
     with pytest.raises(ModelError, match=r"has \d+ missing keys \(.*by its config\.json"):
         model_of(TransformersSettings(path=str(tmp_path / "a")))
 
