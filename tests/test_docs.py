@@ -156,8 +156,18 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
+FIRST = ("README.md", "docs/walk.md", "docs/checkpoints.md")
+"""Pages whose blocks are run at every change; those of the others, which take minutes together, before a release."""
+
+
 @pytest.mark.parametrize(
-    "page", [p for p in RUN if any(map(is_run, blocks_of(p)))], ids=lambda p: str(p.relative_to(ROOT))
+    "page",
+    [
+        pytest.param(page, id=name, marks=[] if name in FIRST else pytest.mark.full)
+        for page in RUN
+        if any(map(is_run, blocks_of(page)))
+        for name in [str(page.relative_to(ROOT))]
+    ],
 )
 def test_blocks_run(page: Path, started: Path, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     shell = Shell(tmp_path, started)

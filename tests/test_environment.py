@@ -101,6 +101,7 @@ def install(checkout: Path, words: str, cpu: str, ordinary: str) -> tuple[dict[s
     return found, done.stdout
 
 
+@pytest.mark.full
 def test_torch_alone_comes_from_its_index_and_versions_are_the_constraints(checkout: Path) -> None:
     with served(checkout.parent / "cpu") as (cpu, asked), served(checkout.parent / "ordinary") as (ordinary, _):
         found, _ = install(checkout, "--cpu", cpu, ordinary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from program import Process
 
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_check"
@@ -17,6 +18,7 @@ def gpu_check(*words: str) -> str:
     return job.output
 
 
+@pytest.mark.full
 def test_without_a_gpu_it_says_so_and_makes_what_checks_it_can(tmp_path: Path) -> None:
     out = str(tmp_path / "found.jsonl")
     said = gpu_check("run", "fsdp2", "plan", "--device", "cpu", "--out", out)
