@@ -144,6 +144,7 @@ def test_no_value_is_cut(command: str, output: Callable[..., str]) -> None:
     piped, narrow = output(io.StringIO(), *command.split()), output(Screen(), *command.split())
     assert [value for value in COMMANDS[command] if not any(value in line for line in piped.splitlines())] == []
     check(piped, narrow)
+    assert {*JOBS, *RUNS} & {*COMMANDS[command]} <= {*narrow.split()}, "which job and run it is, is never left out"
 
 
 def draw(table: Callable[[], RenderableType]) -> None:
