@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from program import SMALL, Result, modules_after, printed, write
-from saving import damage, flip
+from saving import damage, flip, sign
 
 from forgather_cli import __version__
 from forgather_cli.cli import app
@@ -326,7 +326,12 @@ def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained:
     checked = forgather("checkpoint", "verify", str(copy), "--json")
     assert checked.code == 1
     assert [each["valid"] for each in checked.json()] == [True, False]
-    assert "damaged" in forgather("checkpoint", "verify", str(copy / "checkpoints/step-00000004")).out
+    other = copy / "checkpoints/step-00000002"
+    sign(other, {**json.loads((other / "manifest.json").read_text()), "files": {}})
+    alone = forgather("checkpoint", "verify", str(other))
+    assert alone.code == 1
+    assert "step-00000002: damaged" in alone.out
+    assert "it names no files" in alone.out
 
 
 def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Path) -> None:
