@@ -131,7 +131,7 @@ class Probe(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         strategy, share, none = kwargs["trainer"].strategy, self.share, torch.empty(0, SEQ_LEN, dtype=torch.int64)
-        share.samples = [torch.cat([none, *(batch["input_ids"] for batch in step)]) for step in self._steps]
+        share.samples = [torch.cat([batch["input_ids"] for batch in step] or [none]) for step in self._steps]
 
         def logits(batch: Any, **options: Any) -> Any:
             found = strategy.logits(batch, **options)
