@@ -307,7 +307,7 @@ def _quotas(total: int, loads: Sequence[int]) -> list[float]:
     """``total`` bytes among ranks that have ``loads`` already, so that the sums are as equal as they can be."""
     ascending = sorted(loads)
     # filled up to one level are those with the least, as many as make it lowest
-    level = min((total + sum(ascending[:count])) / count for count in range(1, len(loads) + 1))
+    level = min((total + least) / count for count, least in enumerate(accumulate(ascending), 1))
     return [max(0.0, level - load) for load in loads]
 
 

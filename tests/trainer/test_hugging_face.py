@@ -214,6 +214,7 @@ def test_the_library_s_argument_parser_makes_ours(tmp_path: Path) -> None:
         ("cosine_warmup_with_min_lr", {"min_lr": 1e-4, "warmup_lr_rate": 0.05}),
         ("polynomial", {}),
         ("polynomial", {"lr_end": 1e-4, "power": 2.0}),
+        ("polynomial", {"lr_end": 1e-4, "power": 0.0}),
         ("inverse_sqrt", {}),
         ("inverse_sqrt", {"timescale": 20}),
         ("warmup_stable_decay", {"num_decay_steps": 0, "min_lr_ratio": 0.1}),
@@ -238,7 +239,7 @@ def test_schedules_have_the_library_s_values(name: str, kwargs: dict[str, Any], 
                 name, optimizer, theirs.get_warmup_steps(total), total, scheduler_specific_kwargs=kwargs
             )
         rates.append([])
-        for _ in range(total + 1):
+        for _ in range(total + 3):
             rates[-1].append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             scheduler.step()
