@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from torch import nn
 
@@ -42,14 +43,14 @@ def base_of(directory: Path) -> dict[str, str]:
 
 def write_config(directory: Path, model: nn.Module, config: Config) -> None:
     """Write ``adapter_config.json`` of a model, or of its first part, that ``adapt`` has made."""
-    settings = config.adapter
+    settings, option = config.adapter, cast(Any, config.model)
     assert isinstance(settings, LoRASettings)
     trained = [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
     found = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
-        "base_model_name_or_path": str(Path(config.model.path).expanduser().resolve()),
+        "base_model_name_or_path": str(Path(option.path).expanduser().resolve()),
         "r": settings.r,
         "lora_alpha": _plain(settings.lora_alpha),
         "lora_dropout": settings.lora_dropout,

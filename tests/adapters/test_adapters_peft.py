@@ -32,7 +32,9 @@ CASES = {
     "lora": ("adapter=lora",),
     "dora": ("adapter=dora",),
     "gaussian": ("adapter=lora", "use_rslora=true", "init_lora_weights=gaussian", "adapter.r=4"),
-    "named": ("adapter=lora", "target_modules=[q_proj,down_proj]", "rank_pattern={q_proj: 3}", "alpha_pattern={down_proj: 7}"),
+    "named": (
+        "adapter=lora", "target_modules=[q_proj,down_proj]", "rank_pattern={q_proj: 3}", "alpha_pattern={down_proj: 7}",
+    ),
     "regex": ("adapter=dora", "target_modules='.*layers.1.*(gate|up)_proj'"),
     "tokens": ("adapter=lora", "target_modules=[embed_tokens,lm_head,k_proj]"),
     "norms": ("adapter=lora", "trainable=[norm]"),
