@@ -139,6 +139,21 @@ def read_adapter(directory: Path) -> AdapterDirectory:
     return AdapterDirectory(directory, settings, place, tuple(saved))
 
 
+def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
+    """The adapter of ``init_from``. Raises ModelError where it is another kind of one than ``settings``."""
+    assert settings.init_from is not None
+    directory = Path(settings.init_from).expanduser()
+    if not (directory / CONFIG).is_file():
+        raise ModelError(f"adapter.init_from: {directory} has no {CONFIG}; give the directory of an adapter")
+    found = read_adapter(directory)
+    for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+        there, here = getattr(found.settings, key), getattr(settings, key)
+        if there != here:
+            name = "adapter" if key == "type" else f"adapter.{key}"
+            raise ModelError(f"{name}: the adapter in {directory} has {there}, got {here}; set {name}={there}")
+    return found
+
+
 def own_name(stored: str) -> str:
     """The full name of a tensor of an adapter's file."""
     return stored.removeprefix(ADAPTER_PREFIX)

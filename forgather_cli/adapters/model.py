@@ -141,14 +141,21 @@ def _account(model: nn.Module, settings: LoRASettings, names: list[str]) -> Iter
 # --------------------------------------------------------------------------------------------------------------- start
 
 
-def starting(init: Callable[[nn.Module], None], seed: int) -> Callable[[nn.Module], None]:
-    """``init``, which fills a model or a part of one without adapters, and then the adapters, by (seed, name): the same
-    in every layout."""
+def starting(init: Callable[[nn.Module], None], settings: LoRASettings, seed: int) -> Callable[[nn.Module], None]:
+    """``init``, which fills a model or a part of one without adapters, and then the adapters: by (seed, name), the same
+    in every layout, or as ``init_from`` has them. Raises ModelError."""
+    from forgather_cli.adapters.directory import adapter_to_go_on
+    from forgather_cli.adapters.load import fill_from
+
+    before = None if settings.init_from is None else adapter_to_go_on(settings)
 
     def fill(part: nn.Module) -> None:
         with without_adapters(part):
             init(part)
-        start(part, seed)
+        if before is None:
+            start(part, seed)
+        else:
+            fill_from(part, before)
 
     return fill
 

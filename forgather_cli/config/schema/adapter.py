@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Annotated, Any, Literal
 
 from forgather_cli.config.schema.base import (
+    FilePath,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -39,6 +40,7 @@ class LoRASettings(Settings):
     target_parameters: list[str] = field(default_factory=list)  # experts, which are parameters of three dimensions
     use_rslora: bool = False
     init_lora_weights: Literal["gaussian"] | bool = True
+    init_from: FilePath | None = None  # an adapter's directory, ours or peft's, to go on from; null: afresh
     rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
     alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
 
