@@ -138,7 +138,5 @@ def _of_adapter(chosen: Chosen, options: FinalizeOptions) -> Chosen:
     }  # fmt: skip
     given = next((name for name, value in of_whole.items() if value is not None), None)
     if given is not None and not options.merge:
-        raise ConfigError(
-            f"{given}: changes a whole model, and {directory} is an adapter; add --merge, or leave it out"
-        )
+        raise ConfigError(f"{given}: changes a whole model, got the adapter {directory}; add --merge, or leave it out")
     return replace(chosen, adapter=read_adapter(directory), is_merged=options.merge)

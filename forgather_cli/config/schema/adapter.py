@@ -69,6 +69,11 @@ class LoRASettings(Settings):
                 else f"adapter: {self.type} adapts a model that exists, got model._target_={config.model.path}; set "
                 "model=pretrained model.path=DIR"
             )
+        if config.average_last is not None:
+            yield (
+                f"average_last: a mean of adapters is no adapter, got {config.average_last}; set average_last=null, "
+                "or average what forgather finalize --merge makes of them"
+            )
         if config.precision.type in ("fp8", "qat"):
             yield (
                 f"precision: {config.precision.type} changes the layers that adapter={self.type} adapts; set "
