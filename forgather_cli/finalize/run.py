@@ -11,7 +11,7 @@ import importlib.util
 import platform
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -176,6 +176,8 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
     if job.chosen.is_merged:
         say(f"merging the adapter into {job.chosen.described_by}")
     found = job.chosen.model(directory / _MADE)
+    if job.chosen.is_merged:  # its head may have come apart from its embedding
+        job = replace(job, model_config=read_config(found.directory))
     described = found.directory if job.chosen.is_made else job.chosen.described_by
     tensors = job.conversion(described)
     stored = Weights(described).dtype
