@@ -100,7 +100,7 @@ class Checkpoints:
 
         ``rollbacks``: number of the run's rollbacks so far.
         """
-        run, identity = self._run, self._identity()
+        run, identity = self._run, identity_of(self._run)
         run.check_weights_are_equal()
         if run.world.rank == 0 and not self._has_recorded_files:
             with suppress(OSError):  # the save itself will say so
@@ -110,7 +110,7 @@ class Checkpoints:
         return self._checkpointer.save(
             run.state.global_step,
             model=self._model_rows(),
-            stem="model/model" if run.base is None else f"model/{ADAPTER}",
+            stem=stem_of(run),
             optimizer=self._optimizer_rows(),
             components=self._components(),
             write_model_files=run.write_model_files,
@@ -146,7 +146,7 @@ class Checkpoints:
         """Collective. All that is saved beside weights and moments."""
         run = self._run
         groups = ToCompare(merge_group_states(gather(run.optimizer.group_state(), run.cpu_group)))
-        identity = Component("identity", ToCompare(self._identity()), Sharing.GLOBAL)
+        identity = Component("identity", ToCompare(identity_of(self._run)), Sharing.GLOBAL)
         if run.script.save_only_model:
             return [*self._restorable(), *self._of_scaling(), identity]
         own = [] if not run.ranks_differ else [ToCompare(run.optimizer.state_tensors())]
@@ -182,16 +182,12 @@ class Checkpoints:
         scaler = self._run.scaler
         return [] if scaler is None else [Component("loss_scale", scaler, Sharing.REPLICATED)]
 
-    def _identity(self) -> dict[str, Any]:
-        base = {} if self._run.base is None else {"base": self._run.base}
-        return {"config": self._run.config_tree, "data": self._run.data_description, **base}
-
     def _model_rows(self) -> dict[str, LocalShard]:
         """Buffers, which may differ between ranks (batch statistics), are those of the first data rank."""
-        strategy, prefix = self._run.strategy, "" if self._run.base is None else ADAPTER_PREFIX
+        strategy = self._run.strategy
         kept = {n: t for n, t in kept_tensors(self._run).items() if _is_parameter(t) or strategy.data_rank == 0}
         # a buffer may be a mask of infinities
-        return {prefix + n: LocalShard(t, must_be_finite=_is_parameter(t)) for n, t in kept.items()}
+        return stored(self._run, {n: LocalShard(t, must_be_finite=_is_parameter(t)) for n, t in kept.items()})
 
     def _optimizer_rows(self) -> dict[str, LocalShard]:
         """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can resume."""
@@ -232,7 +228,7 @@ class Checkpoints:
             files = ""
             if before != run.data_description.get("fingerprint"):
                 files = changed_files(run_dir, str(before), run.data_files, reader.manifest.created)
-            refused, logged = compare_configs(identity, self._identity(), wanted, files)
+            refused, logged = compare_configs(identity, identity_of(self._run), wanted, files)
             if refused:
                 raise CheckpointError(f"cannot resume from {reader.path}:\n" + "\n".join(refused))
             for line in logged:
@@ -375,6 +371,23 @@ def kept_tensors(run: TrainingRun) -> dict[str, Tensor]:
     return dict(trainable_parameters(run.strategy.parts))
 
 
+def stem_of(run: TrainingRun) -> str:
+    """Of a checkpoint's files with the model, or with its adapter."""
+    return "model/model" if run.base is None else f"model/{ADAPTER}"
+
+
+def stored(run: TrainingRun, held: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
+    """What is held, under the names that its tensors have in files: of an adapter PEFT's."""
+    prefix = "" if run.base is None else ADAPTER_PREFIX
+    return {prefix + name: shard for name, shard in held.items()}
+
+
+def identity_of(run: TrainingRun) -> dict[str, Any]:
+    """What a checkpoint says that it was made with."""
+    base = {} if run.base is None else {"base": run.base}
+    return {"config": run.config_tree, "data": run.data_description, **base}
+
+
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, torch.nn.Parameter)
 
@@ -394,9 +407,9 @@ def save_model(run: TrainingRun, directory: Path) -> None:
     run.check_weights_are_equal()
     directory.mkdir(parents=True, exist_ok=True)
     rank, group = run.world.rank, run.cpu_group
-    stem, prefix = ("model", "") if run.base is None else (ADAPTER, ADAPTER_PREFIX)
-    shards = {prefix + name: LocalShard(tensor) for name, tensor in kept_tensors(run).items()}
-    files = plan(gather([shard.piece(name) for name, shard in shards.items()], group), stem)
+    shards = stored(run, {name: LocalShard(tensor) for name, tensor in kept_tensors(run).items()})
+    pieces = gather([shard.piece(name) for name, shard in shards.items()], group)
+    files = plan(pieces, Path(stem_of(run)).name)
     parts = parts_to_write(files, rank, shards, exchange_of(shards.values()))
     write_share(
         directory, files, rank, {name: torch.empty(rows.shape, dtype=rows.dtype).copy_(rows) for name, rows in parts}
