@@ -94,7 +94,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     held = {n: local(t).detach() for n, t in tensors.items() if t.is_floating_point()}
     for device in {tensor.device for tensor in held.values()}:
         there = {n: t for n, t in held.items() if t.device == device and t.numel()}
-        ends = [torch.stack(torch.aminmax(t if t.element_size() > 1 else t.float())) for t in there.values()]
+        ends = [torch.stack(torch.aminmax(t.float() if t.element_size() == 1 else t)) for t in there.values()]
         flags = torch.stack([end.isfinite().all() for end in ends]).tolist() if ends else []
         found += [name for name, is_finite in zip(there, flags, strict=True) if not is_finite]
     return found
@@ -199,7 +199,7 @@ class RowExchange:
             cuts = _Cuts.of(tensor)
             boxes = [box_of(tensor), *(after.box() for _, _, after in cuts.column_cuts())]
             largest = max(math.prod(box.sizes) for box in boxes) * tensor.element_size()
-            sizes[local(tensor).device] = max(sizes.get(local(tensor).device, 0), largest)
+            sizes[local(tensor).device] = max(largest, sizes.get(local(tensor).device, largest))
         self._buffers = {d: [torch.empty(n, dtype=torch.uint8, device=d) for _ in range(2)] for d, n in sizes.items()}
 
     @torch.no_grad()

@@ -12,6 +12,10 @@ import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -29,6 +33,15 @@ def conversation(number: int) -> list[dict[str, str]]:
 
 def write_lines(path: Path, records: Sequence[Any]) -> Path:
     path.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def write_table(path: Path, records: Sequence[Any], **options: Any) -> Path:
+    """A Parquet file, whose type has every key of any record."""
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(records)), path, **options)
     return path
 
 
@@ -56,18 +69,8 @@ def write_tokenizer(directory: Path, template: str | None, special: Sequence[str
 def write_model(directory: Path, model_type: str, vocab_size: int, **changes: Any) -> Any:
     """A tiny random model, saved by transformers; returns it."""
     torch.manual_seed(0)
-    shape: dict[str, Any] = {
-        "vocab_size": vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.1,
-    }
-    config = transformers.AutoConfig.for_model(model_type, **{**shape, **changes})
+    more = {"head_dim": 8, "max_position_embeddings": 128, "initializer_range": 0.1, **changes}
+    config = transformers.AutoConfig.for_model(model_type, vocab_size=vocab_size, **{**SHAPE, **more})
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(directory)
     return model

@@ -6,11 +6,11 @@ Each acts once in the life of a run directory, wherever that is gone on with: a 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from tiny import Noted
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.strategies.base import Batch
@@ -65,26 +65,14 @@ class Notes(TrainerCallback):
         plain, path = trainer.strategy.forward_backward, Path(f"notes-{trainer.run.world.rank}.jsonl")
 
         def noted(microbatches: Any, step_targets: Any) -> Any:
-            kept = _Kept(microbatches)
-            loss = plain(kept, step_targets)
+            taken: list[Batch] = []
+            loss = plain(Noted(microbatches, taken), step_targets)
+            rows = [row for batch in taken for row in batch["input_ids"].tolist()]
             with path.open("a") as file:
-                file.write(json.dumps([state.global_step + 1, kept.rows]) + "\n")
+                file.write(json.dumps([state.global_step + 1, rows]) + "\n")
             return loss
 
         trainer.strategy.forward_backward = noted
-
-
-class _Kept:
-    def __init__(self, microbatches: Any) -> None:
-        self._microbatches, self.rows = microbatches, list[list[int]]()
-
-    def __len__(self) -> int:
-        return len(self._microbatches)
-
-    def __iter__(self) -> Iterator[Batch]:
-        for batch in self._microbatches:
-            self.rows += batch["input_ids"].tolist()
-            yield batch
 
 
 class Seek(TrainerCallback):

@@ -21,6 +21,8 @@ from pathlib import Path
 
 from forks import Program
 
+from forgather_cli.run_dir import RunDir
+
 ROOT = Path(__file__).parents[1]
 
 SMALL = {
@@ -149,13 +151,15 @@ def _command(name: str, words: list[str], directory: str) -> tuple[str, ...]:
 
 
 def _small(words: list[str], directory: str) -> list[str]:
-    """A command line with what makes its training small; of what it says itself only ``max_steps`` is changed."""
+    """A command line with what makes its training small; of what it says itself only ``max_steps`` is changed: at most
+    30, and 4 more than a run that is resumed has done."""
     verb = words[:2] if words[:1] == ["diloco"] else words[:1]
     if verb not in (["train"], ["resume"], ["diloco", "server"], ["diloco", "worker"]) or "--print-sbatch" in words:
         return words
     words = [word.replace(":8512", f":{PORT}") for word in words]
     steps = re.compile(r"max_steps=(\d{1,5})$")  # a job of a hundred thousand is one that the page itself stops
-    words = [f"max_steps={min(int(found[1]), 30)}" if (found := steps.match(word)) else word for word in words]
+    most = 30 if words[0] != "resume" else max(RunDir(Path(directory) / words[1]).checkpoint_steps(), default=0) + 4
+    words = [f"max_steps={min(int(found[1]), most)}" if (found := steps.match(word)) else word for word in words]
     words += [f"diloco.port={PORT}"] if "server" in verb else []
     words += ["+callbacks.slow._target_=stalls.Slow"] if "max_steps=100000" in words else []
     recipe = next((word for word in words[len(verb) :] if "=" not in word and word[0] not in "~-"), "default")
@@ -168,6 +172,7 @@ def _small(words: list[str], directory: str) -> list[str]:
         given.add("model")
     if recipe.startswith("qwen3_encdec"):
         given |= {"model", "seq_len"}
+        words += ["model.hidden_size=48", "model.num_hidden_layers=1"]
     if "eval_strategy=no" in words:
         given |= {"eval_steps", "max_eval_samples"}
     if given & {"callbacks", "callbacks.textgen", "eval_strategy"}:

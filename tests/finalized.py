@@ -41,7 +41,8 @@ def memorize(model: nn.Module, text: str, steps: int = 40) -> nn.Module:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(steps):
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(ids)[0, :-1], ids[0, 1:]).backward()
+        scores = model(ids)
+        nn.functional.cross_entropy(getattr(scores, "logits", scores)[0, :-1], ids[0, 1:]).backward()
         optimizer.step()
     return model
 
@@ -66,8 +67,7 @@ def theirs(directory: Path, **settings: Any) -> Any:
 @torch.no_grad()
 def logits(model: Any, ids: Tensor = IDS) -> Tensor:
     out = model(ids)
-    found: Tensor = getattr(out, "logits", out)
-    return found
+    return getattr(out, "logits", out)
 
 
 def weights(directory: Path) -> dict[str, Tensor]:
@@ -91,6 +91,7 @@ def model_directory(path: Path, **settings: Any) -> Path:
 def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
     """One message, and nothing left behind."""
     before = sorted(Path().rglob("*"))
+    capsys.readouterr()  # transformers' bars, of models that it wrote
     assert forgather("finalize", *words) == code
     message = capsys.readouterr().err
     assert sorted(Path().rglob("*")) == before

@@ -140,8 +140,9 @@ def _program(
         for number in (1, 2):
             os.dup2(output.fileno(), number)
     output.close()
-    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding="utf-8", write_through=True)
-    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), encoding="utf-8", errors="backslashreplace", write_through=True)
+    encoding = environment.get("PYTHONIOENCODING", "utf-8")
+    sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding=encoding, write_through=True)
+    sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"), encoding=encoding, errors="backslashreplace", write_through=True)
     _start_ranks_by_forks()
     prove_in_forks()
     _become(command, environment)

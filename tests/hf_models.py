@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import parity
 import torch
 import torch.nn.functional as F
-from parity import SEQ_LEN, Layout, Result, merged, run_rank
-from ranks import run_ranks
+from finalized import theirs as load_theirs
+from parity import SEQ_LEN, Layout, Result, assert_near
 
-from forgather_cli.config.load import load_config
 from forgather_cli.models.hf.build import library
+from forgather_cli.run_dir import RunDir
 
 SHAPE = "hidden_size: 32, intermediate_size: 48, num_hidden_layers: 2, num_attention_heads: 4, num_key_value_heads: 2"
 CONFIGS = {
@@ -42,24 +41,27 @@ def fresh(model_type: str) -> str:
 def train(
     layout: Layout, model: Sequence[str], path: Path, settings: Sequence[str] = (), *, resume: bool = False
 ) -> Result:
-    """Train for 4 steps as ``parity.train`` does, with plain gradient descent."""
-    config = load_config(None, [*_BASE, *model, *settings, *layout.overrides]).config
-    config = dataclasses.replace(config, output_dir=str(path), resume_from_checkpoint=resume)
-    shares = [run_rank(config, path)] if layout.ranks == 1 else run_ranks(layout.ranks, run_rank, config, path)
-    return merged(shares, path)
+    """Train for 4 steps with plain gradient descent."""
+    return parity.train(layout, (*model, *settings), path, resume=resume, base=_BASE)
 
 
-def load_theirs(path: Path) -> Any:
-    """A directory as transformers loads it, in eval mode."""
-    return library().AutoModelForCausalLM.from_pretrained(path).eval()
+def newest_model(run: Path) -> Path:
+    """The model directory of a run's newest checkpoint."""
+    return RunDir(run).checkpoint(RunDir(run).checkpoint_steps()[-1]) / "model"
 
 
-def by_hand(theirs: Any, samples: Sequence[torch.Tensor], **inputs: Any) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of plain PyTorch steps with a model of transformers."""
+def assert_as_by_hand(run: Result, ids: torch.Tensor, *, trains_padding: bool = False) -> None:
+    """Losses, gradient norms and what is learned are those of plain PyTorch steps with the model of transformers."""
+    ends = load_theirs(newest_model(run.path))
+    theirs = library().AutoModelForCausalLM.from_config(ends.config).train()
+    if trains_padding:
+        theirs.get_input_embeddings().padding_idx = None  # of config.json: the end token
+    missing, unexpected = theirs.load_state_dict(run.begin, strict=False)
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
     losses, norms = [], []
-    theirs.train()
-    for batch in samples:
-        logits = theirs(input_ids=batch, **inputs).logits[:, :-1]
+    for batch in run.samples:
+        logits = theirs(input_ids=batch).logits[:, :-1]
         loss = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
         loss.backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)))
@@ -69,4 +71,6 @@ def by_hand(theirs: Any, samples: Sequence[torch.Tensor], **inputs: Any) -> tupl
                 if parameter.grad is not None:
                     parameter -= LEARNING_RATE * parameter.grad
                     parameter.grad = None
-    return losses, norms
+    assert_near(run.losses, losses, "loss")
+    assert_near(run.norms, norms, "gradient norm")
+    torch.testing.assert_close(ends(ids).logits, theirs.eval()(ids).logits, rtol=1e-5, atol=1e-5)

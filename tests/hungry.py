@@ -13,7 +13,7 @@ from forgather_cli.models.decoder import Decoder
 
 
 class Hungry(Decoder):
-    def __init__(self, vocab_size: int, limit: int, rank: int | None = None, step: int = 0, **shape: Any) -> None:
+    def __init__(self, vocab_size: int, limit: int = 2, rank: int | None = None, step: int = 0, **shape: Any) -> None:
         """``rank``: None is every rank; ``step``: how many forwards go well first."""
         super().__init__(tiny.decoder_settings(vocab_size=vocab_size, **shape))
         self.limit, self.forwards = limit, step
@@ -27,8 +27,7 @@ class Hungry(Decoder):
         return super().forward(input_ids, **kwargs)
 
 
-def model(vocab_size: int, limit: int = 2, **kwargs: Any) -> Hungry:
-    return Hungry(vocab_size, limit, **kwargs)
+model = Hungry
 
 
 def large(vocab_size: int, seq_len: int) -> Decoder:

@@ -7,10 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
-
-import pytest
-from program import forgather
 
 from forgather_cli.launch.exit_status import write_exit_record
 from forgather_cli.run_dir import RunDir
@@ -37,11 +33,9 @@ class Job:
     def __init__(self, root: Path) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", JOB, str(root)], stdin=subprocess.PIPE,
                                         stdout=subprocess.PIPE, text=True, bufsize=1)  # fmt: skip
-        assert self.process.stdout is not None
         assert self.process.stdout.readline() == "has it\n"
 
     def say(self, line: str) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
 
     def end(self) -> None:
@@ -68,15 +62,7 @@ def make_run(root: Path, changed: float, losses: tuple[float, ...] = (), ended: 
 
 
 def make_outputs() -> Path:
-    """Three of them."""
     make_run(Path("outputs/default/old"), 1e9, (3.0, 2.0, 2.5))
     make_run(Path("outputs/default/new"), 1.2e9, ended=False)
     make_run(Path("outputs/between"), 1.1e9, (1.0,))
     return Path("outputs")
-
-
-def documents(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert forgather(*words, "--json") == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    return found

@@ -27,5 +27,10 @@ def make_run(root: Path, losses: list[float], overrides: tuple[str, ...] = (), *
         for n, loss in enumerate(losses)
     ]  # fmt: skip
     if losses:
-        (root / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        write_records(root, records)
     return root
+
+
+def write_records(root: Path, records: list[dict[str, Any]]) -> None:
+    """What a run has logged."""
+    (root / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -44,13 +44,10 @@ class Words(nn.Module):
         return x
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.hidden_states(input_ids))
-        return logits
+        return self.head(self.hidden_states(input_ids))
 
 
 class Part(nn.Module):
-    """A stage of ``Words``."""
-
     def __init__(self, model: Any, stage: Any) -> None:
         super().__init__()
         is_tied = model.head.weight is model.embed.weight
@@ -83,12 +80,6 @@ def too_few(model: nn.Module, stages: Any) -> list[nn.Module]:
 def forgets_the_embedding(model: nn.Module, stages: Any) -> list[nn.Module]:
     parts: list[Any] = split(model, stages)
     parts[0].embed = None
-    return parts
-
-
-def doubles_a_block(model: Any, stages: Any) -> list[nn.Module]:
-    parts: list[Any] = split(model, stages)
-    parts[1].blocks["0"] = model.blocks[0]
     return parts
 
 

@@ -12,7 +12,7 @@ import functools
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,13 @@ class Layout:
 
     ranks: int
     overrides: tuple[str, ...]
-    layers: int = 4
+    layers: int = 2
     data_ranks: int | None = None
     """How many of the ranks read different data; None: all."""
 
 
 def _pipeline(ranks: int, schedule: str, layers: int = 4, shard: int = 1) -> Layout:
+    layers = layers if ranks // shard > 2 or schedule not in ("1F1B", "GPipe") else 2  # a stage on each rank
     by_rank = f"n_microbatches={4 // shard}", f"schedule={schedule}", f"shard={shard}"
     return Layout(ranks, ("trainer=pipeline", *by_rank), layers, data_ranks=shard)
 
@@ -115,16 +116,7 @@ class Probe(TrainerCallback):
         share.data_rank = strategy.data_rank
         held = {**named_tensors(strategy.parts), **trainer.optimizer.state_tensors()}
         share.begin = {name: (box_of(t).rows[0], local(t.detach()).clone()) for name, t in held.items()}
-        strategy.forward_backward = self._noting(strategy.forward_backward)
-
-    def _noting(self, forward_backward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def noted(microbatches: Any, step_targets: Tensor) -> Tensor:
-            rows: list[Tensor] = []
-            loss = forward_backward(_Noted(microbatches, rows), step_targets)
-            self.share.samples.append(torch.cat(rows) if rows else torch.empty(0, SEQ_LEN, dtype=torch.int64))
-            return loss
-
-        return noted
+        self._steps = tiny.note_batches(strategy)
 
     def on_train_metrics(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.share.losses.append(float(kwargs["loss"]))
@@ -138,7 +130,8 @@ class Probe(TrainerCallback):
         self.share.eval_losses.append(kwargs["metrics"]["eval_loss"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        strategy, share = kwargs["trainer"].strategy, self.share
+        strategy, share, none = kwargs["trainer"].strategy, self.share, torch.empty(0, SEQ_LEN, dtype=torch.int64)
+        share.samples = [torch.cat([batch["input_ids"] for batch in step] or [none]) for step in self._steps]
 
         def logits(batch: Any, **options: Any) -> Any:
             found = strategy.logits(batch, **options)
@@ -152,27 +145,11 @@ class Probe(TrainerCallback):
             share.tokens = generate(logits, prompts, real, max_new_tokens=8, do_sample=False)
 
 
-class _Noted:
-    """Micro-batches that leave their token ids in ``rows`` as they are taken."""
-
-    def __init__(self, microbatches: Any, rows: list[Tensor]) -> None:
-        self._microbatches, self._rows = microbatches, rows
-
-    def __len__(self) -> int:
-        return len(self._microbatches)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self._microbatches:
-            self._rows.append(batch["input_ids"].clone())
-            yield batch
-
-
 def run_rank(config: Config, path: Path) -> Share:
     """One rank of a run; the process is left as it was."""
     try:
         trainer = tiny.train(config, RunDir(path))
-        share: Share = trainer.callbacks.by_name["probe"].share
-        return share
+        return trainer.callbacks.by_name["probe"].share
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -206,20 +183,22 @@ def checkpoint_tensors(run: RunDir, step: int | None = None) -> dict[str, Tensor
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def train(layout: Layout, settings: Sequence[str], path: Path, *, resume: bool = False) -> Result:
-    """Train under ``layout`` with more overrides, on the ranks of the pool, or in this process for one rank.
+def train(
+    layout: Layout, settings: Sequence[str], path: Path, *, resume: bool = False, base: tuple[str, ...] = _BASE
+) -> Result:
+    """Train under ``layout`` with overrides of ``base``, on the ranks of the pool, or in this process for one rank.
 
     ``resume``: from the newest checkpoint in ``path``.
     """
-    composed = composed_of((*settings, *layout.overrides))
+    composed = composed_of((*settings, *layout.overrides), base)
     config = dataclasses.replace(composed, output_dir=str(path), resume_from_checkpoint=resume)
     shares = [run_rank(config, path)] if layout.ranks == 1 else run_ranks(layout.ranks, run_rank, config, path)
     return merged(shares, path)
 
 
 @functools.cache
-def composed_of(overrides: tuple[str, ...]) -> Config:
-    return load_config(None, [*_BASE, *overrides]).config
+def composed_of(overrides: tuple[str, ...], base: tuple[str, ...] = _BASE) -> Config:
+    return load_config(None, [*base, *overrides]).config
 
 
 def merged(shares: list[Share], path: Path) -> Result:
@@ -228,8 +207,6 @@ def merged(shares: list[Share], path: Path) -> Result:
     for share in shares[1:]:
         assert repr(share.norms) == repr(first.norms)  # to the last bit; NaN, of a step skipped under fp16, is NaN
         assert share.eval_losses == first.eval_losses
-        assert first.tokens is not None
-        assert share.tokens is not None
         assert torch.equal(share.tokens, first.tokens)
     by_data_rank = {share.data_rank: share for share in reversed(shares)}
     slices = [by_data_rank[rank].samples for rank in sorted(by_data_rank)]
@@ -256,11 +233,8 @@ def assembled(shares: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
             assert torch.equal(rows, held[start]), f"{name}: ranks hold different rows from {start}"
         elif start not in held:
             held[start] = rows
-    return {n: _joined([held[start] for start in sorted(held)]) for n, held in pieces.items()}
-
-
-def _joined(rows: list[Tensor]) -> Tensor:
-    return torch.cat(rows) if len(rows) > 1 else rows[0]
+    joined = ((name, [held[start] for start in sorted(held)]) for name, held in pieces.items())
+    return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in joined}
 
 
 def go_on(layout: Layout, settings: Sequence[str], checkpoint: Path, path: Path) -> Result:
@@ -321,8 +295,7 @@ def assert_update_within(share: float, found: Result, reference: Result, step: i
 
 
 def _norm(tensors: dict[str, Tensor]) -> Tensor:
-    norm: Tensor = torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
-    return norm
+    return torch.stack([tensor.norm() for tensor in tensors.values()]).norm()
 
 
 def assert_same_samples(found: Result, reference: Result, *, first: int | None = None) -> None:

@@ -12,14 +12,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
+import importlib
+import logging
 import os
 import pickle
 import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
@@ -27,6 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from forks import fork
+
+from forgather_cli.errors import ForgatherError
 
 _SETTLE = 2.0  # seconds that the other ranks get to fail too, once one has
 _THREADS = 40
@@ -106,6 +111,37 @@ def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: flo
     return [results[rank] for rank in range(count)]
 
 
+@functools.cache
+def refusals(count: int, module: str) -> list[dict[str, ForgatherError]]:
+    """What each call of a test module's table ``REFUSED`` is refused with, by rank: all at once, each on every rank, so
+    that none waits for another."""
+    return run_ranks(count, _refused, module)
+
+
+def _refused(module: str) -> dict[str, ForgatherError]:
+    found = {}
+    for name, (call, *_) in importlib.import_module(module).REFUSED.items():
+        try:
+            call()
+        except ForgatherError as error:
+            found[name] = error
+    return found
+
+
+@contextlib.contextmanager
+def logged() -> Iterator[list[str]]:
+    """Messages of warnings and worse on a rank, where pytest collects none."""
+    messages: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("forgather_cli")
+    logger.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+
+
 def _num_threads(pid: int) -> int:
     with contextlib.suppress(OSError):
         return len(os.listdir(f"/proc/{pid}/task"))
@@ -118,7 +154,6 @@ def _collect(count: int, deadline: float) -> tuple[dict[int, Any], dict[int, Bas
     failures: list[tuple[float, int, BaseException, str]] = []
     while waiting and (left := deadline - time.monotonic()) > 0:
         for connection in wait(list(waiting), left):
-            assert isinstance(connection, Connection)
             rank = waiting.pop(connection)
             try:
                 failed_at, value, text = pickle.loads(connection.recv_bytes())

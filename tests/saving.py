@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,15 @@ def components(step: int) -> list[Component]:
 def write_model_files(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
     (directory / "empty.txt").write_text("")
+
+
+def failing(error: Exception) -> Callable[[Path], None]:
+    """In the place of ``write_model_files``."""
+
+    def write(directory: Path) -> None:
+        raise error
+
+    return write
 
 
 def rows(named: dict[str, Tensor]) -> dict[str, LocalShard]:
@@ -125,7 +136,7 @@ def assert_equal(a: Tensor, b: Tensor) -> None:
 
 def debris(run: RunDir) -> list[str]:
     """What lies in the checkpoint directory and is not a checkpoint."""
-    return sorted(path.name for path in run.checkpoints.iterdir() if not path.name.startswith("step-"))
+    return sorted(path.name for path in run.checkpoints.glob("*") if not path.name.startswith("step-"))
 
 
 def after_a_kill(run: RunDir, reached: int, size: int) -> int:
@@ -133,15 +144,26 @@ def after_a_kill(run: RunDir, reached: int, size: int) -> int:
 
     ``reached``: the newest step after the kill before. Says whether this one was in a save.
     """
-    print("killed in a save" if run.checkpoints.exists() and debris(run) else "killed between")
+    print("killed in a save" if debris(run) else "killed between")
     for step in run.checkpoint_steps():
         assert_content(Reader(run.checkpoint(step)), step, size)
     checkpointer(run.root).clean()
-    assert not run.checkpoints.exists() or not debris(run), debris(run)
+    assert not debris(run), debris(run)
     reader = newest_valid(run)
     step = reader.step if reader else 0
     assert step == (run.checkpoint_steps() or [0])[-1] >= reached, (step, reached)
     return step
+
+
+@contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """Files of this process get no larger than ``limit`` bytes: RLIMIT_FSIZE makes real writes fail."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def damage(path: Path, change: Callable[[bytearray], Any]) -> None:
@@ -163,11 +185,26 @@ def flip(position: int) -> Callable[[bytearray], None]:
 def resign(path: Path) -> None:
     """Hash a checkpoint's files anew, as whoever has changed some of them would."""
     document = json.loads((path / "manifest.json").read_text())
-    del document["checksum"]
     for name in document["files"]:
         content = (path / name).read_bytes()
         ranges = [[0, len(content), hashlib.sha256(content).hexdigest()]] if content else []
         document["files"][name] = {"size": len(content), "ranges": ranges}
+    sign(path, document)
+
+
+def sign(path: Path, document: dict[str, Any]) -> None:
+    """Make that a checkpoint's manifest, with the checksum that it must have."""
+    document.pop("checksum", None)
     canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
     document["checksum"] = hashlib.sha256(canonical.encode()).hexdigest()
     (path / "manifest.json").write_text(json.dumps(document))
+
+
+def newest(run: RunDir, level: Any = "full") -> Reader:
+    """The newest valid checkpoint, of which there is one."""
+    return newest_valid(run, level)
+
+
+def io_bytes(kind: str) -> int:
+    """Bytes that this process has read (``rchar``) or written (``wchar``)."""
+    return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())[kind])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import fcntl
+import io
 import os
 import pty
 import re
@@ -17,13 +18,21 @@ from multiprocessing.connection import wait
 from forks import Program
 
 
-class Terminal:
-    """A process whose controlling terminal is a new pseudo terminal of 80 columns."""
+class Screen(io.StringIO):
+    """What a stream of this process is made, so that it is taken for a terminal."""
 
-    def __init__(self, *words: str, shell: str = "") -> None:
-        """``shell``: a command line for bash, in which FORGATHER stands for the program."""
+    def isatty(self) -> bool:
+        return True
+
+
+class Terminal:
+    """A process whose controlling terminal is a new pseudo terminal."""
+
+    def __init__(self, *words: str, shell: str = "", code: str = "", width: int = 80) -> None:
+        """``shell``: a command line for bash, in which FORGATHER stands for the program. ``code``: what it does
+        instead."""
         self.master, slave = pty.openpty()
-        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 80, 0, 0))
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
         environment = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "TERMINAL_WIDTH")}
         environment |= {"TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
         self.process: subprocess.Popen[bytes] | Program
@@ -34,7 +43,8 @@ class Terminal:
                 preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             )  # fmt: skip
         else:
-            self.process = Program(("-m", "forgather_cli", *words), os.getcwd(), environment, os.ttyname(slave))
+            command = ("-c", code) if code else ("-m", "forgather_cli", *words)
+            self.process = Program(command, os.getcwd(), environment, os.ttyname(slave))
             with self.process.stdout as pipe:
                 assert pipe.read() == ""  # it has opened the terminal
         os.close(slave)
@@ -64,8 +74,7 @@ class Terminal:
 
     def finish(self) -> int:
         self.read_until(None)
-        os.close(self.master)
-        return self.process.wait(timeout=60)
+        return self.close()
 
     @property
     def bars(self) -> list[str]:

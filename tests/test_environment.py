@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import threading
+import venv
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,16 +17,9 @@ import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "environment"
 BACKEND = """
-import os, zipfile
+import os, shutil
 def _wheel(directory, settings=None, metadata=None):
-    name = "forgather-1-py3-none-any.whl"
-    with zipfile.ZipFile(os.path.join(directory, name), "w") as wheel:
-        wheel.writestr("forgather-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: forgather\\nVersion: 1\\n"
-            "Requires-Dist: torch\\nRequires-Dist: other\\n")
-        wheel.writestr("forgather-1.dist-info/WHEEL",
-            "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
-        wheel.writestr("forgather-1.dist-info/RECORD", "")
-    return name
+    return os.path.basename(shutil.copy("forgather/forgather-1-py3-none-any.whl", directory))
 build_editable = build_wheel = _wheel
 """
 PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n'
@@ -62,15 +56,27 @@ def served(folder: Path) -> Iterator[tuple[str, list[str]]]:
         thread.join()
 
 
+@pytest.fixture(scope="module")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose ``python3 -m venv`` copies an environment: putting pip into each takes seconds."""
+    folder = tmp_path_factory.mktemp("python")
+    venv.create(folder / "environment", with_pip=True)
+    (folder / "python3").write_text(f'#!/bin/sh\n[ "$1 $2" = "-m venv" ] && cp -a {folder}/environment "$3"\n')
+    (folder / "python3").chmod(0o755)
+    return folder
+
+
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
+def checkout(tmp_path: Path, made_once: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package of ours that needs torch and another, under constraints; both indexes have newer ones than these."""
+    monkeypatch.setenv("PATH", str(made_once), prepend=os.pathsep)
     root = tmp_path / "a checkout"
     (root / "scripts").mkdir(parents=True)
     (root / "scripts" / "environment").write_text(SCRIPT.read_text())
     (root / "scripts" / "constraints.txt").write_text("# written\nother==1\nneeded==1\ntorch==2.0\n")
     (root / "pyproject.toml").write_text(PROJECT)
     (root / "backend.py").write_text(BACKEND)
+    add_wheel(root, "forgather", "1", "Requires-Dist: torch\nRequires-Dist: other\n")
     for index in ("cpu", "ordinary"):
         for name in ("torch", "other", "needed"):
             for version in ("1", "2.0", "3.0"):
@@ -95,6 +101,7 @@ def install(checkout: Path, words: str, cpu: str, ordinary: str) -> tuple[dict[s
     return found, done.stdout
 
 
+@pytest.mark.full
 def test_torch_alone_comes_from_its_index_and_versions_are_the_constraints(checkout: Path) -> None:
     with served(checkout.parent / "cpu") as (cpu, asked), served(checkout.parent / "ordinary") as (ordinary, _):
         found, _ = install(checkout, "--cpu", cpu, ordinary)

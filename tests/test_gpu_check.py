@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import pytest
+from program import Process
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "gpu_check"
+RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
 
 def gpu_check(*words: str) -> str:
-    done = subprocess.run([sys.executable, str(SCRIPT), *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    with Process(str(SCRIPT), *words, code=RUN) as job:
+        assert job.finish() == 0, job.output
+    return job.output
 
 
+@pytest.mark.full
 def test_without_a_gpu_it_says_so_and_makes_what_checks_it_can(tmp_path: Path) -> None:
     out = str(tmp_path / "found.jsonl")
     said = gpu_check("run", "fsdp2", "plan", "--device", "cpu", "--out", out)

@@ -12,13 +12,9 @@ from typing import Any
 
 import pytest
 import yaml
+from finalized import model_directory
 from huggingface_hub import constants
 from program import forgather
-from tiny import decoder
-
-from forgather_cli.checkpoint.tensors import write_model_directory
-from forgather_cli.data.text.tokenizer import ByteTokenizer
-from forgather_cli.models.pretrained import write_model_files
 
 NAME, COMMIT = "nobody/tiny", "c" * 40
 TRAIN = ["train", "finetune", f"model.path={NAME}", "data=text", "data.files=[notes.txt]", "seq_len=16", "max_steps=1",
@@ -70,11 +66,7 @@ def _hash(content: bytes) -> str:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_directory: None) -> Iterator[Hub]:
-    model, made = decoder(vocab_size=257), tmp_path / "made"
-    made.mkdir()
-    write_model_directory(made, dict(model.state_dict()))
-    write_model_files(model, ByteTokenizer(), made)
-    files = {path.name: path.read_bytes() for path in made.iterdir()}
+    files = {path.name: path.read_bytes() for path in model_directory(tmp_path / "made").iterdir()}
     hub = Hub({**files, "pytorch_model.bin": b"a pickle", "modeling.py": b"code", "onnx/config.json": b"{}"})
     for name, value in {
         "ENDPOINT": hub.url,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -51,7 +52,6 @@ def test_a_mutant_is_killed_or_left_a_killed_campaign_goes_on_and_what_it_prints
     drawn = mutants_of(ORDER, source)
     left = [mutant for mutant in drawn if mutant.within == "unused" or "length + 0" in mutant.after]
     first = start(tree)
-    assert first.stdout is not None
     while not (line := first.stdout.readline()).startswith("killed"):
         assert line
     first.kill()
@@ -81,7 +81,9 @@ def test_a_mutant_is_killed_or_left_a_killed_campaign_goes_on_and_what_it_prints
 def test_the_modules_and_their_tests_are_there() -> None:
     for module, stages in MODULES.items():
         assert (ROOT / "forgather_cli" / module).is_file()
-        assert [path for tests in stages for path in tests.split() if not (ROOT / "tests" / path).exists()] == []
+        for path, _, name in (test.partition("::") for tests in stages for test in tests.split()):
+            assert (ROOT / "tests" / path).exists()
+            assert not name or re.search(rf"^(def|class) {name}\b", (ROOT / "tests" / path).read_text(), re.M)
 
 
 def test_a_seed_draws_the_same_whatever_else_the_module_has(tree: Path) -> None:

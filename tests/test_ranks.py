@@ -23,15 +23,6 @@ def failing_on(rank: int) -> None:
     dist.barrier()
 
 
-def test_ranks_talk_and_answer_in_order() -> None:
-    assert run_ranks(3, summed, 10) == [(0, 33), (1, 33), (2, 33)]
-    assert run_ranks(2, summed, 1) == [(0, 3), (1, 3)]
-
-
-def who() -> int:
-    return os.getpid()
-
-
 def dying(rank: int) -> None:
     if dist.get_rank() == rank:
         os._exit(1)
@@ -39,12 +30,12 @@ def dying(rank: int) -> None:
 
 
 def test_a_failing_rank_is_told_first_and_the_pool_goes_on() -> None:
-    before = run_ranks(2, who)
+    before = run_ranks(2, os.getpid)
     with pytest.raises(RankError, match="rank 1 says no") as caught:
         run_ranks(2, failing_on, 1)
     assert isinstance(caught.value.first, ValueError)
     assert run_ranks(2, summed, 0) == [(0, 1), (1, 1)]
-    assert run_ranks(2, who) == before
+    assert run_ranks(2, os.getpid) == before
 
 
 def asleep() -> None:

@@ -22,13 +22,11 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Room:
-    """A part of the tree."""
-
     paths: tuple[str, ...]
     """Its files and folders, of the package and of ``conf``."""
     tests: tuple[str, ...]
     asks: dict[str, str]
-    """Commands that need it, with what the line matches that each then prints."""
+    """Commands that need it, with what the line begins with that each then prints; "": that its folder is missing."""
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -39,55 +37,25 @@ class Room:
 OPTION = "type: transformers\nconfig: {model_type: gpt2}\n"
 """Of a user, for model=theirs."""
 ROOMS = {
-    "finalize": Room(
-        ("forgather_cli/finalize",),
-        ("tests/finalize",),
-        {"finalize run final": "^error: forgather_cli/finalize: is not part"},
-    ),
-    "plan": Room(
-        ("forgather_cli/plan",),
-        ("tests/plan",),
-        {
-            "plan model=nano": "^error: forgather_cli/plan: is not part",
-            "train model=nano --dry-run": "^error: forgather_cli/plan: is not part",
-        },
-    ),
-    "pictures": Room(
-        ("forgather_cli/pictures",),
-        ("tests/pictures",),
-        {
-            "logs plot run": "^error: forgather_cli/pictures: is not part",
-            "data stats data=synthetic --plot lengths.png": "^error: forgather_cli/pictures: is not part",
-        },
-    ),
-    "sweeps": Room(
-        ("forgather_cli/sweeps",),
-        ("tests/sweeps",),
-        {"train learning_rate=1e-3,3e-3 -m": "^error: forgather_cli/sweeps: is not part"},
-    ),
-    "housekeeping": Room(
-        ("forgather_cli/housekeeping",),
-        ("tests/housekeeping",),
-        {
-            command: "^error: forgather_cli/housekeeping: is not part"
-            for command in ("doctor", "runs list", "cache list")
-        },
-    ),
+    **{
+        name: Room((f"forgather_cli/{name}",), (f"tests/{name}",), dict.fromkeys(commands, ""))
+        for name, commands in {
+            "finalize": ["finalize run final"],
+            "plan": ["plan model=nano", "train model=nano --dry-run"],
+            "pictures": ["logs plot run", "data stats data=synthetic --plot lengths.png"],
+            "sweeps": ["train learning_rate=1e-3,3e-3 -m"],
+            "housekeeping": ["doctor", "runs list", "cache list"],
+        }.items()
+    },
     "transformers": Room(
         ("forgather_cli/models/hf", "conf/model/transformers.yaml"),
         ("tests/models/hf",),
-        {
-            "train model=transformers": "^error: model=transformers",
-            "train model=theirs data=synthetic precision=fp32": "^error: forgather_cli/models/hf: is not part",
-        },
+        {"train model=transformers": "model=transformers", "train model=theirs data=synthetic precision=fp32": ""},
     ),
     "quantized": Room(
         ("forgather_cli/quantized", "conf/precision/fp8.yaml", "conf/precision/qat.yaml"),
         ("tests/quantized",),
-        {
-            "train precision=fp8": "^error: precision=fp8",
-            "finalize run final --quantize int8-weight-only": "^error: forgather_cli/quantized: is not part",
-        },
+        {"train precision=fp8": "precision=fp8", "finalize run final --quantize int8-weight-only": ""},
     ),
 }
 ALL = Room(tuple(path for room in ROOMS.values() for path in room.paths), (), {})
@@ -104,7 +72,7 @@ def test_nothing_else_imports_it_at_module_level(room: Room) -> None:
 
 
 @pytest.mark.parametrize("room", [*ROOMS.values(), ALL], ids=[*ROOMS, "all"])
-def test_the_rest_trains_without_it(room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rest_works_without_it(room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("forgather_cli", "conf", "recipes"):
         shutil.copytree(ROOT / name, tmp_path / name)  # with compiled modules, which stay valid
     for path in room.paths:
@@ -113,16 +81,19 @@ def test_the_rest_trains_without_it(room: Room, tmp_path: Path, monkeypatch: pyt
     assert all((ROOT / path).exists() for path in room.tests)
     monkeypatch.chdir(tmp_path)
     Path("conf/model/theirs.yaml").write_text(OPTION)
-    (help_code, help_page), trained, *answers = _forgather("--help", TRAIN, *room.asks)
+    words = [TRAIN] if room in (ALL, ROOMS["quantized"]) else []  # the others' commands need no run
+    (help_code, help_page), *answers = _forgather("--help", *words, *room.asks)
     assert help_code == 0
     listed = re.findall(r"^│ ([a-z]+)  ", help_page, re.MULTILINE)
     assert listed == [name for name, where in COMMANDS.items() if not where.replace(":", ".").startswith(room.modules)]
-    assert trained[0] == 0, trained[1]
-    assert Path("run/checkpoints/step-00000002").is_dir()
+    for _ in words:
+        code, output = answers.pop(0)
+        assert code == 0, output
+        assert Path("run/checkpoints/step-00000002").is_dir()
     for (code, output), (command, said) in zip(answers, room.asks.items(), strict=True):
         assert code == 2, (command, output)
         [line] = output.splitlines()
-        assert re.search(said, line), (command, line)
+        assert line.startswith(f"error: {said or f'{room.paths[0]}: is not part'}"), (command, line)
 
 
 SCRIPT = """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,14 +12,25 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from forgather_cli.errors import SetupError
-from forgather_cli.shards import Box, RowExchange, box_of, fill_local, local, needs_exchange, rows_of
+from forgather_cli.shards import (
+    Box,
+    RowExchange,
+    box_of,
+    fill_local,
+    local,
+    needs_exchange,
+    not_finite,
+    row_group,
+    rows_of,
+)
 
 LAYOUTS: list[tuple[tuple[int, ...], tuple[Any, ...]]] = [
     ((4,), (Shard(0),)),
@@ -41,30 +54,82 @@ def numbers(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch
     return torch.arange(math.prod(shape)).mul(7).remainder(101).reshape(shape).to(dtype)
 
 
-def boxes_and_rows() -> None:
-    """Each layout of each tensor: the memory is the box, the exchange gives whole rows, which together are all."""
+def laid_out() -> Iterator[tuple[DeviceMesh, tuple[Any, ...], list[tuple[torch.Tensor, DTensor]]]]:
+    """Each layout: its mesh, its placements, and tensors with what this rank has of them."""
     for mesh_shape, placements in LAYOUTS:
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("a", "b", "c")[: len(mesh_shape)])
         # torch distributes strided shards only evenly; FSDP2 makes uneven ones, in the test below
         shapes = SHAPES[:1] if any(isinstance(p, _StridedShard) for p in placements) else SHAPES
         full = [numbers(shape, dtype) for shape in shapes for dtype in DTYPES]
-        made = [distribute_tensor(each, mesh, placements) for each in full]
-        exchange = RowExchange(each for each in made if needs_exchange(each))
-        assert needs_exchange(made[0]) == any(getattr(p, "dim", 0) for p in placements)
-        for whole, tensor in zip(full, made, strict=True):
-            box = box_of(tensor)
-            assert torch.equal(local(tensor), whole[box.slices]), (placements, whole.shape)
+        yield mesh, placements, [(t, distribute_tensor(t, mesh, placements, src_data_rank=None)) for t in full]
+
+
+@contextmanager
+def as_rank(rank: int) -> Iterator[None]:
+    """As one of four ranks that do not talk."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_memory_is_the_box(rank: int) -> None:
+    with as_rank(rank):
+        for mesh, placements, tensors in laid_out():
+            cuts = [n for n, p in enumerate(placements) if not p.is_replicate()]
+            by_rows = len(cuts) == 1 and placements[cuts[0]].dim == 0
+            for whole, tensor in tensors:
+                box = box_of(tensor)
+                assert torch.equal(local(tensor), whole[box.slices]), (placements, whole.shape)
+                assert needs_exchange(tensor) == any(getattr(p, "dim", 0) for p in placements)
+                assert row_group(tensor) is (mesh.get_group(cuts[0]) if by_rows else None)
+                local(tensor).zero_()
+                fill_local(tensor, whole)
+                assert torch.equal(local(tensor), whole[box.slices])
+
+
+def test_plain_tensors_are_held_whole() -> None:
+    assert box_of(torch.ones(3, 2)) == Box((0, 0), (3, 2))
+    assert (rows_of(torch.ones(3, 2)), rows_of(torch.ones(()))) == ((0, 3), (0, 1))
+    fill_local(scalar := torch.zeros(()), torch.ones(()))
+    assert scalar == 1
+
+
+def test_tensors_that_hold_what_is_not_finite_are_named() -> None:
+    small, infinity = torch.float8_e5m2, torch.tensor([1.0, -torch.inf])
+    void = {"nan": torch.tensor([torch.nan, 1.0]), "bf16": infinity.bfloat16(), "fp8": infinity.to(small)}
+    sound = {"int": torch.ones(2, dtype=torch.int64), "one": torch.ones(2).to(small), "none": torch.ones(0)}
+    assert not_finite({**sound, **void}) == list(void)
+    assert not_finite(sound) == not_finite({}) == []
+
+
+def test_what_is_not_one_box_is_refused() -> None:
+    with as_rank(0):
+        mesh = init_device_mesh("cpu", (2, 2))
+        for placements, told in (
+            ((_StridedShard(0, split_factor=2), Replicate()), "apart"),
+            ((Shard(0), Partial()), "sums"),
+        ):
+            made = DTensor.from_local(torch.ones(4, 2), mesh, placements, run_check=False, shape=(8, 2), stride=(2, 1))
+            with pytest.raises(SetupError, match=told):
+                box_of(made)
+
+
+def rows_of_all() -> None:
+    """The exchange gives whole rows, which together are all."""
+    for mesh, placements, tensors in laid_out():
+        exchange = RowExchange(each for _, each in tensors if needs_exchange(each))
+        copies = math.prod(n for n, p in zip(mesh.shape, placements, strict=True) if p.is_replicate())
+        for whole, tensor in tensors:
             start, stop = rows_of(tensor)
             rows = exchange.rows(tensor) if needs_exchange(tensor) else local(tensor)
             assert torch.equal(rows, whole[start:stop]), (placements, whole.shape, whole.dtype)
             held = torch.zeros(whole.shape[0])
             held[start:stop] = 1
             dist.all_reduce(held)
-            copies = math.prod(n for n, p in zip(mesh_shape, placements, strict=True) if p.is_replicate())
             assert held.tolist() == [copies] * len(held)
-            local(tensor).zero_()
-            fill_local(tensor, whole)
-            assert torch.equal(local(tensor), whole[box.slices])
 
 
 class Net(nn.Module):
@@ -89,7 +154,6 @@ def fully_sharded_over_tensor_parallel(rows: int, mesh_shape: tuple[int, int]) -
         assert torch.equal(local(p), full[name][box_of(p).slices]), name
         rows_here = RowExchange([p]).rows(p) if needs_exchange(p) else local(p)
         assert torch.equal(rows_here, full[name][slice(*rows_of(p))]), name
-        assert isinstance(p, DTensor)
     return held
 
 
@@ -102,29 +166,5 @@ def test_what_fsdp2_makes_of_tensor_parallelism_is_one_box(rows: int, mesh: tupl
         assert [each["down.weight"] for each in held] == [Box((m, n), (3, 4)) for m in (0, 3) for n in (0, 4)]
 
 
-def test_memory_is_the_box_and_ranks_exchange_columns_for_rows() -> None:
-    run_ranks(4, boxes_and_rows)
-
-
-def refused() -> list[str]:
-    mesh = init_device_mesh("cpu", (2, 2))
-    told = []
-    for placements in ((_StridedShard(0, split_factor=2), Replicate()), (Shard(0), Partial())):
-        tensor = DTensor.from_local(torch.ones(4, 2), mesh, placements, run_check=False, shape=(8, 2), stride=(2, 1))
-        with pytest.raises(SetupError) as error:
-            box_of(tensor)
-        told.append(str(error.value))
-    return told
-
-
-def test_what_is_not_one_box_is_refused() -> None:
-    apart, unsummed = run_ranks(4, refused)[0]
-    assert "lie apart" in apart
-    assert "sums" in unsummed
-
-
-def test_plain_tensors_are_held_whole() -> None:
-    assert box_of(torch.ones(3, 2)) == Box((0, 0), (3, 2))
-    assert (rows_of(torch.ones(3, 2)), rows_of(torch.ones(()))) == ((0, 3), (0, 1))
-    fill_local(scalar := torch.zeros(()), torch.ones(()))
-    assert scalar == 1
+def test_ranks_exchange_columns_for_rows() -> None:
+    run_ranks(4, rows_of_all)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tiny
 
 from forgather_cli import __version__
 
@@ -46,25 +46,15 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("venv")
     venv.create(home, with_pip=False)
     python = home / "bin" / "python"
-    ask = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip())
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)}))
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = [
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--ignore-installed",
-        str(wheel),
-    ]
-    done = subprocess.run([sys.executable, *install], capture_output=True, text=True, check=False)
+    install = f"-m pip --python {python} install --no-deps --no-index --ignore-installed {wheel}"
+    done = subprocess.run([sys.executable, *install.split()], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return python
 
 
+@pytest.mark.full
 def test_the_installed_wheel_trains_outside_the_checkout(
     python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +68,5 @@ def test_the_installed_wheel_trains_outside_the_checkout(
     command = [str(python.with_name("forgather")), *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert {record["step"] for record in records if "loss" in record} == {1, 2}
+    assert {record["step"] for record in tiny.metrics(tmp_path / "run") if "loss" in record} == {1, 2}
     assert (tmp_path / "run" / "checkpoints" / "step-00000002" / "model" / "model.safetensors").is_file()

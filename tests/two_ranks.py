@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import socket
-import time
 from pathlib import Path
 
-from program import Process
+from program import SMALL as WORDS
+from program import Process, nobody_runs
 from ranks import run_ranks
+from tiny import metrics
 
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.exit_status import ExitRecord, read_exit_record
 from forgather_cli.launch.place import joined
-from forgather_cli.launch.processes import is_running
 from forgather_cli.run_dir import RunDir
 
-SMALL = [
-    "model=nano", "precision=fp32",
-    "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
-    "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu", "output_dir=run",
-]  # fmt: skip
+SMALL = [*WORDS, "output_dir=run"]
 RUN = RunDir(Path("run"))
 
 
@@ -39,9 +34,7 @@ WATCHED = fault("step-nothing")
 
 def acted(job: Process, number: int = 0) -> None:
     """Wait until the fault of that number is there."""
-    while not Path(f"acted-{number}").exists():
-        assert job.process.poll() is None, f"fault {number} did not come"
-        time.sleep(0.02)
+    job.until(Path(f"acted-{number}").exists)
 
 
 def start(*words: str, strategy: str = "ddp", cold: bool = False) -> Process:
@@ -67,7 +60,6 @@ def _slurm_task(folder: str, port: int, recipe: str, words: list[str]) -> tuple[
     dist.destroy_process_group()
     task = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2"}
     place = joined([], {**task, "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)})
-    assert place is not None
     printed, before = io.StringIO(), Path.cwd()
     os.chdir(folder)
     try:
@@ -89,20 +81,14 @@ def nobody_left(ranks: int = 2) -> bool:
     """True once none of the ranks that left their process id runs."""
     pids = [int(path.read_text()) for path in Path().glob("pid-*")]
     assert len(pids) == ranks
-    until = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not any(is_running(pid) for pid in pids)
+    return nobody_runs(pids)
 
 
 def ended() -> ExitRecord:
     """How the run ended, by its ``exit.json``."""
-    outcome = read_exit_record(RUN)
-    assert outcome is not None
-    return outcome
+    return read_exit_record(RUN)
 
 
 def recorded_steps(run: RunDir = RUN) -> list[int]:
     """Steps with a loss in metrics.jsonl."""
-    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    return [record["step"] for record in records if "loss" in record]
+    return [record["step"] for record in metrics(run.root) if "loss" in record]

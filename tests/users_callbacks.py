@@ -6,7 +6,6 @@ Named by ``_target_=users_callbacks.<class>``; importing this imports transforme
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -22,25 +21,13 @@ class ForHuggingFace(transformers.TrainerCallback):  # type: ignore[misc]
         self.at = at
         self.notes: list[tuple[Any, ...]] = []
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any = None,
-        processing_class: Any = None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        train_dataloader: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        parameters = sum(1 for _ in model.parameters())
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         self.notes.append(("begin", state.max_steps, args.logging_steps, args.per_device_train_batch_size))
-        assert parameters
-        assert processing_class.decode(processing_class.encode("text")) == "text"
-        assert len(optimizer.param_groups) >= 1
-        assert lr_scheduler.get_last_lr()[0] <= args.learning_rate
-        assert len(train_dataloader) == 32
+        assert [*given["model"].parameters()]
+        assert given["processing_class"].decode(given["processing_class"].encode("text")) == "text"
+        assert len(given["optimizer"].param_groups) >= 1
+        assert given["lr_scheduler"].get_last_lr()[0] <= args.learning_rate
+        assert len(given["train_dataloader"]) == 32
         assert os.fspath(args.output_dir)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -49,7 +36,6 @@ class ForHuggingFace(transformers.TrainerCallback):  # type: ignore[misc]
         return control
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        assert logs is not None
         assert state.log_history[-1].items() >= logs.items()
         if "loss" in logs:
             self.notes.append(("log", state.global_step, round(state.epoch, 6), logs["loss"]))
@@ -64,26 +50,24 @@ class ForHuggingFace(transformers.TrainerCallback):  # type: ignore[misc]
         self.notes.append(("end", state.global_step, control.should_training_stop))
 
 
-class Raises(TrainerCallback):
-    """Raises in one event of one rank, once that step is reached. Every rank leaves its process id with ``pids``."""
+class EveryEvent(TrainerCallback):
+    """Is told of each by one method."""
 
-    def __init__(self, event: str, step: int = 0, rank: int = 0, pids: bool = False) -> None:
-        self._event, self._step, self._rank = event, step, rank
-        self._me = dist.get_rank() if dist.is_initialized() else 0
-        if pids:
-            Path(f"pid-{self._me}").write_text(str(os.getpid()))
-
-    def happens(self, event: str, state: Any) -> None:
-        if event == self._event and self._me == self._rank and state.global_step >= self._step:
-            raise ZeroDivisionError(f"of the user's in {event}")
-
-
-def _handler(event: str) -> Any:
-    def handle(self: Raises, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.happens(event, state)
-
-    return handle
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        raise NotImplementedError
 
 
 for _event in EVENTS:
-    setattr(Raises, _event, _handler(_event))
+    setattr(EveryEvent, _event, lambda self, args, state, control, _e=_event, **given: self.happens(_e, state, given))
+
+
+class Raises(EveryEvent):
+    """Raises in one event of one rank, once that step is reached."""
+
+    def __init__(self, event: str, step: int = 0, rank: int = 0) -> None:
+        self._event, self._step, self._rank = event, step, rank
+        self._me = dist.get_rank() if dist.is_initialized() else 0
+
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        if event == self._event and self._me == self._rank and state.global_step >= self._step:
+            raise ZeroDivisionError(f"of the user's in {event}")

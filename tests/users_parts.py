@@ -15,8 +15,6 @@ def oops(fault: str, here: str) -> None:
 
 
 class Words(nn.Module):
-    """A model."""
-
     def __init__(self, vocab_size: int, width: int = 8, fault: str = "") -> None:
         super().__init__()
         oops(fault, "constructor")
@@ -69,7 +67,6 @@ class Rows(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 def rows(fault: str = "") -> dict[str, Any]:
-    """Data."""
     oops(fault, "constructor")
     return {"train": Rows(fault), "eval": Rows(fault.removeprefix("eval ")), "vocab_size": 50, "seq_len": 16}
 
@@ -94,8 +91,6 @@ def loss(logits: Tensor, labels: Tensor, fault: str = "") -> Any:
 
 
 class Signs(torch.optim.Optimizer):
-    """An optimizer."""
-
     def __init__(self, params: Any, lr: float, fault: str = "") -> None:
         oops(fault, "constructor")
         self.fault = fault
@@ -117,8 +112,6 @@ class NoRate(torch.optim.Optimizer):
 
 
 class Halves(LambdaLR):
-    """A scheduler."""
-
     def __init__(self, optimizer: Any, warmup_steps: int = 2, fault: str = "") -> None:
         oops(fault, "constructor")
         self.fault = fault
@@ -131,8 +124,6 @@ class Halves(LambdaLR):
 
 
 class Tell:
-    """A callback."""
-
     def __init__(self, fault: str = "") -> None:
         oops(fault, "constructor")
         self.fault = fault

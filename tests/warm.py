@@ -26,4 +26,8 @@ for _module in pkgutil.walk_packages(forgather_cli.__path__, "forgather_cli."):
         importlib.import_module(_module.name)
 with contextlib.chdir("/"):  # where no test has put options
     load_config(None, [])  # pydantic's validators and Hydra's plugins are made at first use
+    for _trainer in ("single", "ddp", "pipeline", "fsdp2"):  # what two_ranks.SMALL is composed of
+        load_config(
+            None, ["model=nano", "precision=fp32", "data=synthetic", "callbacks=minimal", f"trainer={_trainer}"]
+        )
 gc.freeze()  # forked processes need not look for garbage among 300,000 objects that stay

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -31,12 +31,13 @@ ITEM_BYTES = {
 }  # fmt: skip
 """Bytes per element of the safetensors dtypes that are written here."""
 
-_NOT_FINITE: dict[str, tuple[bytes, int]] = {
-    "F64": (b"\x7f\xff", 0xF0), "F32": (b"\x7f\xff", 0x80), "BF16": (b"\x7f\xff", 0x80),
-    "F16": (b"\x7c\x7d\x7e\x7f\xfc\xfd\xfe\xff", 0), "F8_E5M2": (b"\x7c\x7d\x7e\x7f\xfc\xfd\xfe\xff", 0),
-    "F8_E4M3": (b"\x7f\xff", 0),
+_TOPS: dict[str, bytes] = {
+    "F64": b"\x7f\xff", "F32": b"\x7f\xff", "BF16": b"\x7f\xff", "F8_E4M3": b"\x7f\xff",
+    **dict.fromkeys(("F16", "F8_E5M2"), b"\x7c\x7d\x7e\x7f\xfc\xfd\xfe\xff"),
 }  # fmt: skip
-"""The last bytes of numbers whose exponent is all ones, where the byte before is no less; of E4M3 those of NaN."""
+"""The last bytes of numbers whose exponent may be all ones; of E4M3 those of NaN."""
+_NEXT = {"F64": 0xF0, "F32": 0x80, "BF16": 0x80}
+"""From where on the byte before the last says that it is, where the last one alone does not."""
 
 
 @sent
@@ -112,17 +113,16 @@ def _entry(name: str, entry: dict[str, Any]) -> tuple[TensorSpec, int]:
 
 
 def is_finite(content: memoryview, dtype: str) -> bool:
-    """False if the bytes of whole numbers of a floating ``dtype`` hold NaN or an infinity.
+    """False if the bytes of numbers of a floating ``dtype``, the last perhaps cut, hold NaN or an infinity.
 
     As fast as with numpy, which looking at a checkpoint does not import; slower where numbers of 1e38 and more abound.
     """
-    tops, least = _NOT_FINITE.get(dtype, (b"", 0))
-    size = ITEM_BYTES[dtype]
+    tops, size = _TOPS.get(dtype, b""), ITEM_BYTES[dtype]
     last = bytes(content)[size - 1 :: size] if tops else b""
     for top in tops:
         place = last.find(top)
         while place >= 0:
-            if size == 1 or content[place * size + size - 2] >= least:
+            if dtype not in _NEXT or content[place * size + size - 2] >= _NEXT[dtype]:
                 return False
             place = last.find(top, place + 1)
     return True
@@ -147,14 +147,12 @@ class FiniteScan:
     def look(self, offset: int, content: memoryview) -> None:
         """``content`` stands at ``offset`` in the file."""
         end = offset + len(content)
-        for begin, spec in self._tensors[max(bisect_right(self._begins, offset) - 1, 0) :]:
-            if begin >= end:
-                break
+        first, last = max(bisect_right(self._begins, offset) - 1, 0), bisect_left(self._begins, end)
+        for begin, spec in self._tensors[first:last]:
             item = ITEM_BYTES[spec.dtype]
-            first = max(begin, begin - (begin - offset) // item * item)  # whole numbers only: ours are aligned
-            last = min(end, begin + spec.num_bytes)
-            last -= (last - begin) % item
-            if first < last and not is_finite(content[first - offset : last - offset], spec.dtype):
+            start = max(begin, begin - (begin - offset) // item * item)  # whole numbers only: ours are aligned
+            stop = min(end, begin + spec.num_bytes)
+            if start < stop and not is_finite(content[start - offset : stop - offset], spec.dtype):
                 self.found[spec.name] = None
 
 
@@ -308,11 +306,8 @@ def _share_out(held: Sequence[Sequence[Piece]], files: Sequence[TensorFile]) -> 
 def _quotas(total: int, loads: Sequence[int]) -> list[float]:
     """``total`` bytes among ranks that have ``loads`` already, so that the sums are as equal as they can be."""
     ascending = sorted(loads)
-    level = 0.0
-    for count in range(1, len(loads) + 1):
-        level = (total + sum(ascending[:count])) / count
-        if count == len(loads) or level <= ascending[count]:
-            break
+    # filled up to one level are those with the least, as many as make it lowest
+    level = min((total + sum(ascending[:count])) / count for count in range(1, len(loads) + 1))
     return [max(0.0, level - load) for load in loads]
 
 

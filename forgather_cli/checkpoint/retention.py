@@ -74,7 +74,7 @@ def best_of(found: Sequence[CheckpointInfo], rule: BestBy, count: int) -> list[C
         for info in found
         if info.usable and info.healthy and (cost := rule.cost(info.metrics)) is not None
     ]
-    return [info for *_, info in sorted(scored, key=lambda item: item[:2])[:count]]
+    return [info for *_, info in sorted(scored)[:count]]
 
 
 def _info(step: int, path: Path) -> CheckpointInfo:

@@ -86,14 +86,17 @@ class ConfigBuilder:
         """Remove the settings of an option that a ``group._target_`` replaces; returns the changes still to apply."""
         from omegaconf import OmegaConf
 
-        key, tree = f"{group}._target_", self._raw()
+        key = f"{group}._target_"
         typed = any(
             change.action != "delete"
             and (change.key == key or (change.key == group and "_target_" in _mapping(change.value)))
             for change in changes
         )
+        if not (typed or key in self.given):
+            return changes
+        tree = self._raw()  # OmegaConf takes 10 ms for it
         option = tree.get(group)
-        if not (typed or key in self.given) or not isinstance(option, dict) or "type" not in option:
+        if not isinstance(option, dict) or "type" not in option:
             return changes
         if typed and group in self.chosen:
             self.problems.append(f"{key}: takes the place of {group}={self.options[group]}; leave one of them out")

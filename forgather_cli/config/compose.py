@@ -41,11 +41,11 @@ def compose(
     if "oc.env" in key:  # defaults lists may choose by it
         key += repr(os.environ)
     with _LOCK:
-        if key not in _COMPOSED:
-            while len(_COMPOSED) >= 32:
-                del _COMPOSED[next(iter(_COMPOSED))]
-            _COMPOSED[key] = _compose(primary, nodes, groups, path)
-        return deepcopy(_COMPOSED[key])
+        found = _COMPOSED.pop(key, None) or _compose(primary, nodes, groups, path)
+        while len(_COMPOSED) >= 32:
+            del _COMPOSED[next(iter(_COMPOSED))]  # which was not asked for the longest
+        _COMPOSED[key] = found
+        return deepcopy(found)
 
 
 def _compose(

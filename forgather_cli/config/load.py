@@ -123,11 +123,15 @@ def _leave_behind(source: Recipe, parsed: Parsed, search: SearchPath) -> list[st
     if not groups or not (source.bare or any(path.split(".")[0] in groups for path in source.given)):
         return []
     its_cfg, its_options = compose(source.primary, source.nodes, [], search)
-    cfg, options = compose("train", {}, parsed.groups, search)
-    its_tree, tree = plain(its_cfg)[0], plain(cfg)[0]
-    known, its_types, types = frozenset(leaves(its_tree)), option_types(its_tree), option_types(tree)
+    its_tree = plain(its_cfg)[0]
+    known, its_types = frozenset(leaves(its_tree)), option_types(its_tree)
     meant = {change.key: full_path(change.key, known, its_types)[0] for change in source.bare}
-    notes = []
+    groups = groups.intersection(path.split(".")[0] for path in (*source.given, *meant.values()))
+    if not groups:
+        return []
+    cfg, options = compose("train", {}, parsed.groups, search)
+    tree = plain(cfg)[0]
+    types, notes = option_types(tree), []
     for group in sorted(group for group in groups if its_options.get(group) != options.get(group)):
 
         def is_of(path: str, types: dict[str, str], own: Collection[str], group: str = group) -> bool:

@@ -29,7 +29,7 @@ class Order:
         self._masks = ((1 << (bits - self._low_bits)) - 1, (1 << self._low_bits) - 1)
         key = _mix(_mix(seed & _MASK) ^ epoch & _MASK)
         self._keys = [np.uint64(_mix(key + i & _MASK)) for i in range(_ROUNDS)]
-        self._block: tuple[int, list[int]] = (-1, [])
+        self._block: tuple[int | None, list[int]] = (None, [])
 
     def __len__(self) -> int:
         return self.length

@@ -87,7 +87,7 @@ def best_fit(lengths: Ints, seq_len: int) -> tuple[Ints, Ints]:
     """
     order = np.argsort(-lengths, kind="stable")
     row_of = np.empty(len(lengths), np.int64)
-    rows_by_space: list[list[int]] = [[] for _ in range(seq_len + 1)]
+    rows_by_space: list[list[int]] = [[] for _ in range(seq_len)]
     spaces = 0  # bit s is set where some row has s tokens free
     num_rows = 0
     for piece, length in zip(order.tolist(), lengths[order].tolist(), strict=True):

@@ -145,7 +145,7 @@ class Rounds:
                     f"{silent:.0f} s ago); choose another worker_id, or wait until it is silent for {needed:.0f} s",
                     wire.HELD,
                 )
-        generation = 1 + secrets.randbelow(1 << 52)
+        generation = secrets.randbits(52)  # which nobody guesses, and JSON holds
         registry.data, registry.tokenizer = registry.data or data, registry.tokenizer or tokenizer
         registry.workers[name] = Worker(
             name, secret, batch, host, pid, run, generation,
@@ -227,7 +227,7 @@ class Rounds:
         """(status, reason) of what a slot has sent for a round, if a line of the ledger says it; late where that were
         other parts.
         """
-        for closed in (later.closed for later in self.lines[max(round, 0) + 1 :]):
+        for closed in (later.closed for later in self.lines[round + 1 :]):
             for sent in (*(sent for sent, _ in closed.submissions), *closed.offered) if closed else ():
                 if (sent.slot, sent.round) == (slot, round):
                     if parts is not None and sent.parts != parts:
@@ -465,7 +465,7 @@ class Rounds:
         line, count = self.line, self.settings.num_fragments
         if line is None:
             return {0}
-        stand = {line.round, max(0, line.round - 1), *(member.round for member in line.members)}
+        stand = {line.round, line.round - 1, *(member.round for member in line.members)}
         return {version for round in stand for version in versions(self.lines, round, count)}
 
     @property
@@ -475,4 +475,5 @@ class Rounds:
 
 def float32(number: float) -> float:
     """The nearest fp32 number."""
-    return float(struct.unpack("f", struct.pack("f", number))[0])
+    (nearest,) = struct.unpack("f", struct.pack("f", number))
+    return float(nearest)

@@ -27,7 +27,7 @@ from forgather_cli.config.schema import (
     TransformersScheduleSettings,
     WSDSettings,
 )
-from forgather_cli.documents.fields import AMOUNT, ANYTHING, COUNT, check_fields, list_of, object_of
+from forgather_cli.documents.fields import AMOUNT, ANYTHING, COUNT, FieldKind, check_fields, list_of, object_of
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim import transformers_schedules
 from forgather_cli.optim.state import ParameterOptimizer, in_schedule
@@ -80,7 +80,7 @@ def _shape(option: Any, warmup: int, total: Callable[[], int]) -> Factor:
         case InverseSqrtSettings():
             # 1 / sqrt((k - warmup + timescale) / timescale); transformers, get_inverse_sqrt_schedule
             timescale = option.timescale or max(1, warmup)
-            return lambda step: math.sqrt(timescale / (max(0, step - warmup) + timescale))
+            return lambda step: math.sqrt(timescale / (step - warmup + timescale))
         case WSDSettings(min_lr_ratio=low):
             # constant, then a decay over the last decay_steps, or as many as the warmup leaves; Hu et al. 2024, arXiv
             # 2404.06395; sqrt is the 1-sqrt of Hägele et al. 2024, arXiv 2405.18392
@@ -100,10 +100,12 @@ def _shape(option: Any, warmup: int, total: Callable[[], int]) -> Factor:
     if option.anneal_start_step is None:
         return before
     begin, end = max(option.anneal_start_step, warmup), option.min_lr_ratio
-    top = before(begin)
-    return lambda step: (
-        before(step) if step < begin else top + (end - top) * _progress(step, begin, option.anneal_steps)
-    )
+
+    def annealed(step: int) -> float:
+        top = before(min(step, begin))
+        return top + (end - top) * _progress(step, begin, option.anneal_steps)
+
+    return annealed
 
 
 def _steps(value: float, setting: str, total_steps: int | None) -> int:
@@ -190,7 +192,9 @@ class Schedule:
         return TorchSchedule(scheduler if isinstance(scheduler, (list, tuple)) else [scheduler])
 
 
-_TORCH_KINDS = {"last_epoch": COUNT, "_step_count": COUNT, "_last_lr": list_of(AMOUNT), "base_lrs": list_of(AMOUNT)}
+# a tensor where the optimizer has its learning rate in one
+_RATE = FieldKind(lambda rate: AMOUNT.holds(rate.tolist() if isinstance(rate, Tensor) else rate), AMOUNT.name)
+_TORCH_KINDS = {"last_epoch": COUNT, "_step_count": COUNT, "_last_lr": list_of(_RATE), "base_lrs": list_of(_RATE)}
 
 
 class TorchSchedule:

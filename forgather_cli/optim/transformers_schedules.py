@@ -93,7 +93,7 @@ def factor(option: TransformersScheduleSettings, warmup: int, total: Callable[[]
             low, power = given["lr_end"] / option.reference_lr, given["power"]
             return _ramped(
                 warmup,
-                lambda step: low + (1 - low) * (1 - (step - warmup) / length) ** power if step <= total() else low,
+                lambda step: low + (1 - low) * max(0.0, 1 - (step - warmup) / length) ** power,
             )
         case "cosine_with_restarts":
             cycles = given["num_cycles"]

@@ -29,30 +29,61 @@ from places import Mutant, draw, read
 from trials import LIBRARIES, Copies, Outcome, Trial, warm_up
 
 ROOT = Path(__file__).parents[2]
-_CHECKPOINT = "checkpoint/test_checkpoint_save.py checkpoint/test_checkpoint_load.py"
 _SHARDED = (
     "checkpoint/test_checkpoint_ranks.py checkpoint/test_golden.py optim/test_optimizers_ranks.py "
     "strategies/test_fsdp2.py strategies/test_stages.py strategies/test_pipeline.py"
 )
+_TEMPLATE = " ".join(f"data/test_masks.py::test_{name}" for name in (
+    "families", "a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhere",
+    "a_loop_over_numbers_tells_as_much_though_a_turn_is_shown_otherwise_once_another_follows",
+    "results_may_be_written_with_the_call_and_tools_with_the_last_question",
+    "blocks_where_they_stand_are_those_of_transformers",
+    "blocks_that_are_written_elsewhere_are_found_where_transformers_masks_what_is_not_theirs",
+    "what_is_found_nowhere_is_refused_with_both_texts", "the_last_of_each_family",
+    "of_a_prompt_nothing_is_learned_under_all", "a_part_of_another_message_is_not_guessed",
+    "keys_that_may_be_marks_are_refused_unless_the_template_reads_them",
+)) + " data/test_chat.py"  # fmt: skip
+_UL2 = " ".join(f"data/test_ul2.py::test_{name}" for name in (
+    "spans_are_those_of_t5", "a_prefix_is_cut_between_a_fifth_and_four_fifths",
+    "corruption_is_the_mean_share_after_a_prefix", "examples_of_the_shipped_mixtures_stay_as_they_were",
+    "other_shares_are_other_rules", "every_token_of_a_window_is_in_one_example_that_fits",
+    "a_window_is_cut_into_the_fewest_pieces_that_fit",
+    "rows_are_full_on_both_sides", "too_few_sentinels_and_too_short_sides_are_said",
+))  # fmt: skip
+_TOKENS = "data/test_add_bos.py::test_tokens_from_elsewhere_are_taken_as_they_are_and_that_is_told " + " ".join(
+    f"data/test_data_build.py::test_{name}" for name in (
+        "documents_end_behind_their_separator_and_evaluation_begins_with_one", "indexes_of_before_are_used_again",
+        "bin_and_npy_read_as_one", "documents_of_token_files", "own_eval_files_of_tokens", "bad_token_files",
+        "files_that_hold_no_tokens",
+    )
+)  # fmt: skip
 MODULES: dict[str, tuple[str, ...]] = {
     "data/order.py": ("data/test_order.py", "data"),
-    "data/packing.py": ("data/test_packing.py", "data"),
-    "data/paired/denoise.py": ("data/test_ul2.py", "data"),
-    "data/chat/template.py": ("data/test_masks.py data/test_chat.py data/test_ends.py", "data"),
-    "data/chat/marks.py": ("data/test_masks.py data/test_records.py", "data"),
-    "data/text/token_files.py": ("data/test_data_build.py data/test_add_bos.py", "data inspection"),
-    "diloco/rounds.py": ("diloco/test_rounds.py diloco/test_submissions.py", "diloco"),
-    "diloco/ledger.py": ("diloco/test_rounds.py diloco/test_outer_step.py", "diloco"),
-    "config/batch.py": ("config/test_config_errors.py launch/test_auto_batch.py", "config"),
-    "config/schedule.py": ("trainer/test_trainer.py", "trainer callbacks"),
+    "data/packing.py": ("data/test_packing.py data/test_instruct.py::test_rows_in_turn", "data"),
+    "data/paired/denoise.py": (_UL2, "data"),
+    "data/chat/template.py": (_TEMPLATE, "data"),
+    "data/chat/marks.py": ("data/test_marks.py", "data"),
+    "data/text/token_files.py": (_TOKENS, "data inspection"),
+    "diloco/rounds.py": ("diloco/test_rounds.py", "diloco"),
+    "diloco/ledger.py": ("diloco/test_rounds.py", "diloco"),
+    "config/batch.py": (
+        "config/test_config_errors.py::TestBatchPlan launch/test_auto_batch.py::test_sizes_that_are_left", "config",
+    ),
+    "config/schedule.py": ("config/test_schedule.py", "trainer callbacks"),
     "optim/schedules.py": ("optim/test_schedules.py", "optim"),
-    "optim/transformers_schedules.py": ("trainer/test_hugging_face.py", "optim"),
+    "optim/transformers_schedules.py": (
+        "trainer/test_hugging_face.py::test_schedules_have_the_library_s_values "
+        "trainer/test_hugging_face.py::test_values_that_cannot_be_had_are_named", "optim",
+    ),
     "checkpoint/retention.py": ("checkpoint/test_retention.py", "checkpoint"),
-    "checkpoint/format.py": (_CHECKPOINT, "checkpoint"),
-    "shards.py": ("test_shards.py checkpoint/test_mesh.py", _SHARDED),
-    "strategies/mesh.py": ("checkpoint/test_mesh.py", _SHARDED),
-}
-"""The pure modules, and paths of tests: those that are run first, and those that are run where these pass."""
+    "checkpoint/format.py": (
+        "checkpoint/test_format.py "
+        "checkpoint/test_checkpoint_save.py::test_rows_that_nobody_or_two_ranks_hold_are_errors", "checkpoint",
+    ),
+    "shards.py": ("test_shards.py", f"checkpoint/test_mesh.py {_SHARDED}"),
+    "strategies/mesh.py": ("strategies/test_degrees.py", f"checkpoint/test_mesh.py {_SHARDED}"),
+}  # fmt: skip
+"""The pure modules, and tests: those of seconds that are run first, and those that are run where these pass."""
 _MOST_EQUAL = 0.05
 
 

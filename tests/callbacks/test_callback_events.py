@@ -1,4 +1,4 @@
-"""What events hand to callbacks, how these are called, and the writer that they share."""
+"""The callbacks of a list, what events hand to them, how these are called, and the writer that they share."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import pytest
 import tiny
 import torch
 import transformers
+from users_callbacks import EveryEvent
 
-from forgather_cli import Trainer, TrainingArguments
+from forgather_cli import Trainer
 from forgather_cli.callbacks.base import EVENTS, CallbackList, TrainerCallback, TrainerControl, TrainerState
-from forgather_cli.errors import CallbackError
+from forgather_cli.callbacks.build import build_callbacks
+from forgather_cli.callbacks.divergence import DivergenceDetector
+from forgather_cli.config.schema import CallbackSettings, EarlyStoppingSettings, JsonSettings, RunSettings, Target
+from forgather_cli.errors import CallbackError, ConfigError
+from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer.states import CallbackStates
 
-SETTINGS: dict[str, Any] = {
-    "max_steps": 6, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "use_cpu": True,
-}  # fmt: skip
 
-
-def run(path: Path, *callbacks: Any, **settings: Any) -> Trainer:
-    args, data = TrainingArguments(str(path), **{**SETTINGS, **settings}), tiny.RandomTokens(16)
-    trainer = Trainer(tiny.decoder(), args, None, data, data, callbacks=callbacks)
-    trainer.train()
-    return trainer
+def made(path: Path, *callbacks: Any, **more: Any) -> Trainer:
+    steps = {"max_steps": 6, "logging_steps": 1, "eval_steps": 2, "save_steps": 2}
+    data, when = tiny.RandomTokens(16), {"eval_strategy": "steps", "save_strategy": "steps"}
+    return tiny.script(path, data=data, evaluated=data, callbacks=callbacks, **steps, **when, **more)
 
 
 class Saves(transformers.TrainerCallback):
@@ -37,36 +38,15 @@ class Saves(transformers.TrainerCallback):
         return control
 
 
-@pytest.mark.parametrize("async_save", [True, False])
-def test_on_save_has_the_step_that_was_saved_and_its_path(tmp_path: Path, async_save: bool) -> None:
-    saves = Saves()
-    trainer = run(tmp_path, saves, async_save=async_save)
-    assert saves.seen == [(step, f"step-{step:08}") for step in (2, 4, 6)]
-    assert trainer.state.global_step == 6
-
-
-class Loaders(TrainerCallback):
+class Loaders(EveryEvent):
     def __init__(self) -> None:
         self.without: set[str] = set()
         self.seen: set[str] = set()
 
-
-for _event in EVENTS:
-
-    def _note(self: Loaders, args: Any, state: Any, control: Any, *, _event: str = _event, **kwargs: Any) -> None:
-        self.seen.add(_event)
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        self.seen.add(event)
         if kwargs["eval_dataloader"] is None or kwargs["train_dataloader"] is None:
-            self.without.add(_event)
-
-    _note.__qualname__ = f"Loaders.{_event}"
-    setattr(Loaders, _event, _note)
-
-
-def test_the_dataloaders_are_in_every_event_of_a_run_that_evaluates(tmp_path: Path) -> None:
-    loaders = Loaders()
-    run(tmp_path, loaders)
-    assert loaders.without == {"on_init_end"}
-    assert {"on_step_end", "on_log_step", "on_save", "on_evaluate", "on_train_end", "on_epoch_end"} <= loaders.seen
+            self.without.add(event)
 
 
 class ByName(TrainerCallback):
@@ -75,29 +55,34 @@ class ByName(TrainerCallback):
     def __init__(self) -> None:
         self.seen: dict[str, Any] = {}
 
-    def on_log_step(self, state: Any, logs: dict[str, float], **kwargs: Any) -> None:  # type: ignore[override]
+    def on_log_step(self, state: Any, logs: dict[str, float], **kwargs: Any) -> None:
         logs["doubled"] = 2 * logs.get("loss", 0.0)
         self.seen["log_step"] = (state.global_step, "control" in kwargs, "args" in kwargs)
 
-    def on_train_metrics(self, state: Any, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:  # type: ignore[override]
+    def on_train_metrics(self, state: Any, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         self.seen["train_metrics"] = (state.global_step, loss.shape, grad_norm.shape)
 
-    def on_step_end(self, args: Any, state: Any, control: Any) -> None:  # type: ignore[override]
+    def on_step_end(self, args: Any, state: Any, control: Any) -> None:
         self.seen["step_end"] = (args.max_steps, state.global_step, type(control))
 
-    def on_log(self, arguments: Any, progress: Any, flags: Any, logs: Any = None, **_: Any) -> None:  # type: ignore[override]
+    def on_log(self, arguments: Any, progress: Any, flags: Any, logs: Any = None, **_: Any) -> None:
         self.seen["log"] = (arguments.max_steps, progress.global_step, logs is not None)
 
     def on_epoch_begin(self, *everything: Any, **kwargs: Any) -> None:
         self.seen["epoch_begin"] = len(everything)
 
-    def on_train_end(self, *, trainer: Any) -> None:  # type: ignore[override]
+    def on_train_end(self, *, trainer: Any) -> None:
         self.seen["train_end"] = trainer.state.global_step
 
 
-def test_methods_that_lack_args_and_control_are_called_by_name(tmp_path: Path) -> None:
-    by_name = ByName()
-    trainer = run(tmp_path, by_name)
+@pytest.mark.parametrize("async_save", [True, False])
+def test_what_events_hand_to_methods_however_these_are_written(tmp_path: Path, async_save: bool) -> None:
+    saves, loaders, by_name = Saves(), Loaders(), ByName()
+    trainer = made(tmp_path, saves, loaders, by_name, async_save=async_save)
+    trainer.train()
+    assert saves.seen == [(step, f"step-{step:08}") for step in (2, 4, 6)]  # that was saved, whichever is trained now
+    assert loaders.without == {"on_init_end"}
+    assert {"on_step_end", "on_log_step", "on_save", "on_evaluate", "on_train_end", "on_epoch_end"} <= loaders.seen
     assert by_name.seen == {
         "log_step": (6, True, True),
         "train_metrics": (5, torch.Size([]), torch.Size([])),
@@ -110,28 +95,22 @@ def test_methods_that_lack_args_and_control_are_called_by_name(tmp_path: Path) -
     assert all(record["doubled"] == 2 * record["loss"] for record in logged)
 
 
-def test_a_method_of_the_usual_shape_is_called_as_it_is() -> None:
+def test_a_method_of_the_usual_shape_is_called_as_it_is_and_one_that_asks_for_more_is_named() -> None:
+    class Greedy(TrainerCallback):
+        def on_step_end(self, state: Any, logs: Any) -> None:
+            raise AssertionError
+
     saves, callbacks = Saves(), CallbackList()
     callbacks.add(saves)
     assert callbacks.handlers["on_save"][0][1] == saves.on_save  # nothing lies between
-
-
-def test_what_a_method_asks_for_and_the_event_lacks_is_said(tmp_path: Path) -> None:
-    class Greedy(TrainerCallback):
-        def on_step_end(self, state: Any, logs: Any) -> None:  # type: ignore[override]
-            raise AssertionError
-
-    callbacks = CallbackList()
     callbacks.add(Greedy)
     with pytest.raises(CallbackError, match=r"Greedy.*on_step_end.*'logs'"):
         callbacks.emit("on_step_end", None, TrainerState(), TrainerControl())
 
 
 def test_callbacks_are_taken_out_by_object_or_class(tmp_path: Path) -> None:
-    args = TrainingArguments(str(tmp_path), **SETTINGS)
     one, two, other = Saves(), Saves(), ByName()
-    data = tiny.RandomTokens(16)
-    trainer = Trainer(tiny.decoder(), args, None, data, data, callbacks=[one, two, other])
+    trainer = made(tmp_path, one, two, other)
     assert trainer.pop_callback(two) is two
     assert trainer.pop_callback(Saves) is one
     assert trainer.pop_callback(Saves) is None
@@ -155,15 +134,13 @@ class Pictures(TrainerCallback):
 
 @pytest.mark.filterwarnings("default")  # of TensorBoard's dependencies
 def test_callbacks_share_the_tensorboard_writer_and_resume_in_it(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    run(tmp_path, Pictures, report_to="tensorboard")
-    newest = tmp_path / "checkpoints" / "step-00000004"
-    args, data = TrainingArguments(str(tmp_path), report_to="tensorboard", **SETTINGS), tiny.RandomTokens(16)
-    again = Trainer(tiny.decoder(), args, None, data, data, callbacks=[Pictures])
-    again.train(resume_from_checkpoint=str(newest))
+    made(tmp_path / "none", Pictures).train()
+    assert not (tmp_path / "none/tensorboard").exists(), "without a callback for it the writer does nothing"
+    made(tmp_path, Pictures, report_to="tensorboard").train()
+    again = made(tmp_path, Pictures, report_to="tensorboard")
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoints" / "step-00000004"))
     again.tensorboard.flush()
-    told = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    told = tiny.tensorboard(tmp_path / "tensorboard")
     assert [scalar.step for scalar in told.Scalars("mine/step")] == [1, 2, 3, 4, 5, 6]
     assert [scalar.step for scalar in told.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     tags = told.Tags()
@@ -171,6 +148,84 @@ def test_callbacks_share_the_tensorboard_writer_and_resume_in_it(tmp_path: Path)
     assert "mine/end/text_summary" in tags["tensors"]
 
 
-def test_without_a_tensorboard_callback_the_writer_does_nothing(tmp_path: Path) -> None:
-    run(tmp_path, Pictures)
-    assert not (tmp_path / "tensorboard").exists()
+class Recorder(TrainerCallback):
+    def __init__(self, tag: str = "", seen: list[Any] | None = None) -> None:
+        self.tag, self.seen = tag, seen if seen is not None else []
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.seen.append((self.tag, state.global_step, kwargs["model"]))
+
+
+def emit(callbacks: CallbackList, event: str, **kwargs: Any) -> None:
+    callbacks.emit(event, RunSettings(), TrainerState(global_step=3), TrainerControl(), **kwargs)
+
+
+def test_handlers_run_in_order_and_only_those_that_exist() -> None:
+    seen: list[Any] = []
+    callbacks = CallbackList([Recorder("a", seen), Recorder("b", seen)])
+    emit(callbacks, "on_step_end", model="m")
+    assert seen == [("a", 3, "m"), ("b", 3, "m")]
+    assert [event for event in EVENTS if callbacks.handlers[event]] == ["on_step_end"]
+
+
+class Named(TrainerCallback):
+    name = "mine"
+
+
+class Fixed(TrainerCallback):
+    @property
+    def name(self) -> str:
+        return "fixed"
+
+
+def test_a_callback_knows_its_name() -> None:
+    first, second, custom, fixed = Recorder(), Recorder(), Named(), [Fixed(), Fixed()]
+    assert (first.name, custom.name) == ("Recorder", "mine")
+    callbacks = CallbackList([first, second, custom, ("config_name", Named()), *fixed])
+    assert [each.name for each in callbacks.by_name.values()] == [
+        "Recorder", "Recorder_2", "mine", "config_name", "fixed", "fixed"
+    ]  # fmt: skip
+    assert [*callbacks.by_name][-1] == "fixed_2"
+    second.name = "renamed"
+    assert CallbackList([second]).by_name == {"renamed": second}
+
+
+def test_a_state_under_the_name_of_its_class_is_read() -> None:
+    """Checkpoints before 0.3 have those of a script under that."""
+    callback = DivergenceDetector()
+    state = {**callback.state_dict(), "smoothed": 2.0, "seen": 7}
+    CallbackStates({"divergence": callback}).load_state_dict({"DivergenceDetector": state})
+    assert callback.state_dict() == state
+
+
+def test_the_user_s_come_last(tmp_path: Path) -> None:
+    mine = {"mine": Target("test_callback_events.Recorder", {"tag": "x"})}
+    settings = CallbackSettings(early_stopping=EarlyStoppingSettings(), json=JsonSettings(), custom=mine)
+    built = build_callbacks(settings, RunDir(tmp_path))
+    assert [name for name, _ in built] == ["json", "early_stopping", "mine"]
+    assert built[-1][1].tag == "x"
+    assert build_callbacks(CallbackSettings(), RunDir(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (Target("no_such_module.Thing"), "cannot import no_such_module.Thing"),
+        (Target("test_callback_events.Missing"), "module test_callback_events has no Missing"),
+        (Target("Recorder"), "it names no module; write package.module.Recorder"),
+        (
+            Target("test_callback_events.Recorder", {"speed": 1}),
+            "takes no such argument; Arguments: tag, seen",
+        ),
+    ],
+)
+def test_a_target_that_cannot_be_made_is_a_config_mistake(tmp_path: Path, target: Target, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks\.mine(\._target_|\.speed)?: ") as caught:
+        build_callbacks(CallbackSettings(custom={"mine": target}), RunDir(tmp_path))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("thing", [5, object(), dict])
+def test_what_has_a_method_for_no_event_is_no_callback(thing: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^callbacks\.mine: is no callback, .* on_step_end"):
+        CallbackList().add(thing, "mine")

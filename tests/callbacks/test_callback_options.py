@@ -12,7 +12,6 @@ import yaml
 from program import modules_after
 
 import forgather_cli.callbacks
-from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks import (
     DivergenceDetector,
     EarlyStopping,
@@ -24,14 +23,12 @@ from forgather_cli.callbacks import (
 from forgather_cli.callbacks.build import CALLBACKS as CLASSES
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.checkpoint.load import Reader
-from forgather_cli.config import options
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import CallbackSettings, Config
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 
-CALLBACKS = options.shipped("conf") / "callbacks"
 NAMES = [field.name for field in dataclasses.fields(CallbackSettings) if field.name != "custom"]
 NEEDS_A_PACKAGE = {"trackers"}
 
@@ -47,13 +44,6 @@ def config(*overrides: str) -> Config:
 
 def active(callbacks: CallbackSettings) -> set[str]:
     return {name for name in NAMES if getattr(callbacks, name) is not None}
-
-
-def raw(option: str) -> dict[str, Any]:
-    """What an option's file holds, with that of the file it starts from."""
-    tree = yaml.safe_load((CALLBACKS / f"{option}.yaml").read_text())
-    parents = [parent for parent in tree.pop("defaults", []) if parent != "_self_"]
-    return {**{name: entry for parent in parents for name, entry in raw(parent).items()}, **tree}
 
 
 def test_the_options() -> None:
@@ -72,44 +62,18 @@ def test_every_callback_can_be_built_in_the_order_of_events(tmp_path: Path) -> N
     shown, acts = built.index("json"), built.index("early_stopping")
     assert max(built.index(name) for name in ("metrics", "weight_norm", "peak_memory")) < shown < acts
     assert list(tmp_path.iterdir()) == []
+    for callback in (each() for each in CLASSES):  # as a script makes it
+        assert (callback.settings, callback.name) == (callback.kind(), callback.config_name)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_each_is_added_by_one_override_with_its_defaults(name: str, tmp_path: Path) -> None:
-    callbacks = config("~callbacks", f"+callbacks.{name}={{}}").callbacks
-    assert active(callbacks) == {name}
-    assert getattr(callbacks, name) == settings_of(name)()
-    [(built, _)] = build_callbacks(callbacks, RunDir(tmp_path))
-    assert built == name
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if name not in NEEDS_A_PACKAGE])
-def test_each_is_removed_by_one_override(name: str) -> None:
-    full = active(config("callbacks=full").callbacks)
-    assert active(config("callbacks=full", f"~callbacks.{name}").callbacks) == full - {name}
-    assert active(config("callbacks=full", f"callbacks.{name}=null").callbacks) == full - {name}
-
-
-@pytest.mark.parametrize("option", ["default", "full", "minimal"])
-def test_an_option_shows_every_setting_with_a_comment(option: str) -> None:
-    for name, entry in raw(option).items():
-        assert set(entry) == {field.name for field in dataclasses.fields(settings_of(name))}, name
-    text = (CALLBACKS / f"{option}.yaml").read_text().splitlines()
-    assert text[0].startswith("# ")
-    bare = [line for line in text if line.startswith("  ") and "- " not in line and "#" not in line]
-    assert not [line for line in bare if not line.rstrip().endswith(":")], bare
-
-
-def test_full_has_the_defaults_of_the_settings() -> None:
-    """A callback added by an override alone is the one of the option, but for what the default recipe needs shorter."""
-    entries = raw("full")
-    own = {"textgen": {"max_new_tokens"}, "divergence": {"threshold", "patience"}}
-    for name, entry in entries.items():
-        defaults = dataclasses.asdict(settings_of(name)())
-        assert {key for key in entry if entry[key] != defaults[key]} == own.get(name, set()), name
-
-
-# -------------------------------------------------------------------------------------------- by keyword, in a script
+def test_each_is_added_with_its_defaults_and_removed_by_one_override(tmp_path: Path) -> None:
+    added = config("~callbacks", *(f"+callbacks.{name}={{}}" for name in NAMES)).callbacks
+    assert {name: getattr(added, name) for name in NAMES} == {name: settings_of(name)() for name in NAMES}
+    assert [name for name, _ in build_callbacks(added, RunDir(tmp_path))] == [each.config_name for each in CLASSES]
+    present = sorted(set(NAMES) - NEEDS_A_PACKAGE)
+    halves = [f"~callbacks.{name}" for name in present[::2]], [f"callbacks.{name}=null" for name in present[1::2]]
+    for words, left in zip(halves, (present[1::2], present[::2]), strict=True):
+        assert active(config("callbacks=full", *words).callbacks) == {*left}
 
 
 def test_importing_them_is_cheap() -> None:
@@ -119,15 +83,6 @@ def test_importing_them_is_cheap() -> None:
     assert {each.__name__ for each in CLASSES} <= set(forgather_cli.callbacks.__all__)
     for name in forgather_cli.callbacks.__all__:
         assert getattr(forgather_cli.callbacks, name).__name__ == name
-
-
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_each_is_made_by_keyword_with_the_defaults_of_its_settings(kind: Any) -> None:
-    callback = kind()
-    assert callback.settings == kind.kind()
-    assert callback.name == kind.config_name
-    with pytest.raises(ConfigError, match=rf"^{kind.__name__}\.thresholld: unknown setting;"):
-        kind(thresholld=1)
 
 
 def test_a_mistyped_keyword_is_named_with_its_neighbours() -> None:
@@ -140,13 +95,12 @@ def test_a_mistyped_keyword_is_named_with_its_neighbours() -> None:
 
 
 def test_a_script_s_own_are_checked_recorded_and_stand_in_the_place_of_ours(tmp_path: Path) -> None:
-    args = TrainingArguments(str(tmp_path), max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1)
-    data, detector = tiny.RandomTokens(), DivergenceDetector(smoothing=1.0, action="abort", warmup=0)
+    detector = DivergenceDetector(smoothing=1.0, action="abort", warmup=0)
     texts = TextgenCallback(prompts=["ab"], max_new_tokens=3)
     callbacks = [detector, texts, GradNormLogger(every=1), JsonLogger, ParameterNormLogger(log_spectral_norms=False)]
-    trainer = Trainer(
-        tiny.decoder(vocab_size=300), args, None, data, data,
-        processing_class=ByteTokenizer(), callbacks=callbacks,
+    trainer = tiny.script(
+        tmp_path, tiny.decoder(vocab_size=300), evaluated=tiny.RandomTokens(), processing_class=ByteTokenizer(),
+        callbacks=callbacks, max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1, save_strategy="steps",
     )  # fmt: skip
     trainer.train()
     names = [*trainer.callbacks.by_name]
@@ -163,11 +117,10 @@ def test_a_script_s_own_are_checked_recorded_and_stand_in_the_place_of_ours(tmp_
 
 
 def test_rules_between_settings_hold_for_them_too(tmp_path: Path) -> None:
-    args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no")
     wrong = [DivergenceDetector(action="rollback"), EarlyStopping(patience=2)]
     with pytest.raises(ConfigError) as refused:
-        Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=wrong)
+        tiny.script(tmp_path, callbacks=wrong)
     assert any("DivergenceDetector.action: rollback needs" in problem for problem in refused.value.problems)
     assert any("EarlyStopping" in problem and "eval_strategy" in problem for problem in refused.value.problems)
     with pytest.raises(ConfigError, match=r"DivergenceDetector\.max_rollbacks: nothing reads it"):
-        Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[DivergenceDetector(max_rollbacks=2)])
+        tiny.script(tmp_path, callbacks=[DivergenceDetector(max_rollbacks=2)])

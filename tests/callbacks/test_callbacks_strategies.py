@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,16 +12,14 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from program import Process, forgather
 from ranks import run_ranks
 from safetensors.torch import load_file
-from two_ranks import SMALL, nobody_left
+from users_callbacks import EveryEvent
 
-from forgather_cli.callbacks.base import EVENTS, TrainerCallback
+from forgather_cli.callbacks.base import EVENTS
 from forgather_cli.config.schema import Config
 from forgather_cli.control import registry
 from forgather_cli.errors import CallbackError
-from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
 STRATEGIES = {
@@ -31,7 +28,6 @@ STRATEGIES = {
     "pipeline": (2, ["trainer=pipeline", "n_microbatches=4"]),
     "fsdp2": (2, ["trainer=fsdp2"]),
 }
-SEVERAL = [name for name, (ranks, _) in STRATEGIES.items() if ranks > 1]
 
 FULL = [
     "max_steps=8", "logging_steps=2", "eval_steps=4", "save_steps=4", "warmup_steps=2", "async_save=false",
@@ -46,7 +42,7 @@ RARE = {"on_predict", "on_exception", "on_divergence", "on_rollback"}
 """Events that a sound training has none of."""
 
 
-class Seen(TrainerCallback):
+class Seen(EveryEvent):
     """Notes every event with its step, and how many jobs of this run could be controlled."""
 
     def __init__(self) -> None:
@@ -60,17 +56,6 @@ class Seen(TrainerCallback):
             self.jobs.add(sum(entry.run_dir == run for entry in registry.running()))
 
 
-def _handler(event: str) -> Any:
-    def handle(self: Seen, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.happens(event, state, kwargs)
-
-    return handle
-
-
-for _event in EVENTS:
-    setattr(Seen, _event, _handler(_event))
-
-
 @dataclass(frozen=True)
 class Run:
     """A run directory, and what the callback ``name`` of each rank told."""
@@ -79,7 +64,7 @@ class Run:
     told: list[Any]
 
     def records(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.path / file).read_text().splitlines()]
+        return tiny.metrics(self.path, file)
 
 
 def on_a_rank(config: Config, path: Path, home: Path, name: str) -> Any:
@@ -139,17 +124,36 @@ each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
 @each_strategy
-def test_every_callback_leaves_its_files(full: Callable[[str], Run], before: Records, strategy: str) -> None:
-    run, ranks = full(strategy), STRATEGIES[strategy][0]
+def test_every_callback_leaves_on_every_layout_what_it_leaves_on_one_device(
+    full: Callable[[str], Run], before: Records, strategy: str
+) -> None:
+    run, single, ranks = full(strategy), full("single"), STRATEGIES[strategy][0]
     assert sorted(before(strategy)) == ["gradient_norms.jsonl", "metrics.jsonl", "parameter_norms.jsonl"]
     profiles = {f"rank-{rank}-steps-3-4.{end}" for rank in range(ranks) for end in ("trace.json", "txt")}
     assert profiles <= {file.name for file in (run.path / "profile").iterdir()}
-    assert (run.path / "samples.txt").read_text().count("=== step ") >= 2
-    assert list((run.path / "tensorboard").glob("events.*"))
+    mine, theirs = ((each.path / "samples.txt").read_text() for each in (run, single))
+    assert mine.split("=== step 12")[0] == theirs.split("=== step 12")[0]
+    assert mine.startswith("=== step 4 ===\n--- 1 ---\ndef main(")
+    assert mine.count("=== step ") >= 2
     assert {4, 8} <= set(RunDir(run.path).checkpoint_steps())
     assert not list(run.path.rglob("*.tmp"))
     assert run.told[0]["jobs"] == {1}  # it could be controlled while it ran, and is in nobody's way now
     assert not list(run.path.with_name("home").rglob("endpoint.json"))
+    wanted = [event for event in single.told[0]["events"] if event[0] != "on_save"]
+    assert {event for event, _ in wanted} == set(EVENTS) - RARE - {"on_save"}
+    for told in run.told:
+        assert [event for event in told["events"] if event[0] != "on_save"] == wanted
+        assert len([event for event in told["events"] if event[0] == "on_save"]) == 2
+
+
+def test_tensorboard_has_the_curves_of_the_records(full: Callable[[str], Run], before: Records) -> None:
+    events = tiny.tensorboard(full("pipeline").path / "tensorboard")
+    for tag, key in {"train/loss": "loss", "eval/loss": "eval_loss", "train/weight_norm": "weight_norm"}.items():
+        wanted = {record["step"]: record[key] for record in before("pipeline")["metrics.jsonl"] if key in record}
+        shown = {event.step: event.value for event in events.Scalars(tag) if event.step <= 8}
+        assert shown == pytest.approx(wanted, rel=1e-6)
+    texts = {"config/text_summary", "training info/text_summary", "samples/1/text_summary"}
+    assert texts <= set(events.Tags()["tensors"])
 
 
 @each_strategy
@@ -173,58 +177,7 @@ def without_ranks(record: dict[str, Any]) -> set[str]:
     return {key for key in record if "_rank" not in key and key != "sync_seconds"}
 
 
-@each_strategy
-@pytest.mark.parametrize("file", ["gradient_norms.jsonl", "parameter_norms.jsonl"])
-def test_norms_are_those_of_the_whole_parameters(before: Records, strategy: str, file: str) -> None:
-    found, wanted = before(strategy)[file], before("single")[file]
-    assert [record["step"] for record in found] == [4, 8]
-    for mine, theirs in zip(found, wanted, strict=True):
-        ours, reference = numbers(mine), numbers(theirs)
-        assert len(reference) > 20
-        assert ours.keys() == reference.keys()
-        for name, value in reference.items():
-            assert ours[name] == pytest.approx(value, rel=1e-3, abs=1e-7), name
-
-
-def numbers(tree: Any, prefix: str = "") -> dict[str, float]:
-    """Every number by its path, without times."""
-    if isinstance(tree, dict):
-        return {path: n for key, item in tree.items() for path, n in numbers(item, f"{prefix}/{key}").items()}
-    return {prefix: tree} if isinstance(tree, int | float) else {}
-
-
-@each_strategy
-def test_samples_are_those_of_one_device(full: Callable[[str], Run], strategy: str) -> None:
-    mine, theirs = ((full(name).path / "samples.txt").read_text() for name in (strategy, "single"))
-    assert mine.split("=== step 12")[0] == theirs.split("=== step 12")[0]
-    assert mine.startswith("=== step 4 ===\n--- 1 ---\ndef main(")
-
-
-@each_strategy
-def test_tensorboard_has_the_curves_of_the_records(full: Callable[[str], Run], before: Records, strategy: str) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(full(strategy).path / "tensorboard"))
-    events.Reload()
-    for tag, key in {"train/loss": "loss", "eval/loss": "eval_loss", "train/weight_norm": "weight_norm"}.items():
-        wanted = {record["step"]: record[key] for record in before(strategy)["metrics.jsonl"] if key in record}
-        shown = {event.step: event.value for event in events.Scalars(tag) if event.step <= 8}
-        assert shown == pytest.approx(wanted, rel=1e-6)
-    assert {"config/text_summary", "training info/text_summary", "samples/1/text_summary"} <= set(
-        events.Tags()["tensors"]
-    )
-
-
-@each_strategy
-def test_events_are_those_of_one_device_on_every_rank(full: Callable[[str], Run], strategy: str) -> None:
-    wanted = [event for event in full("single").told[0]["events"] if event[0] != "on_save"]
-    assert {event for event, _ in wanted} == set(EVENTS) - RARE - {"on_save"}
-    for told in full(strategy).told:
-        assert [event for event in told["events"] if event[0] != "on_save"] == wanted
-        assert len([event for event in told["events"] if event[0] == "on_save"]) == 2
-
-
-@each_strategy
+@pytest.mark.parametrize("strategy", ["single", "pipeline"])
 def test_a_resumed_run_goes_on_and_early_stopping_ends_it(
     before: Records, resumed: Callable[[str], Run], strategy: str
 ) -> None:
@@ -243,8 +196,6 @@ def test_a_resumed_run_goes_on_and_early_stopping_ends_it(
     assert RunDir(run.path).checkpoint_steps() == [4, 8, 12]
 
 
-# --------------------------------------------------------------------------------------- written for another trainer
-
 HUGGING_FACE = [
     "+callbacks.stop._target_=transformers.EarlyStoppingCallback", "+callbacks.stop.early_stopping_patience=2",
     "+callbacks.stop.early_stopping_threshold=100", "+callbacks.print._target_=transformers.PrinterCallback",
@@ -254,38 +205,28 @@ HUGGING_FACE = [
 ]  # fmt: skip
 
 
-@functools.cache
-def of_one_device(root: Path) -> list[tuple[Any, ...]]:
-    notes: list[tuple[Any, ...]] = train("single", root / "run", "mine", *HUGGING_FACE).told[0]["notes"]
-    return notes
-
-
-@each_strategy
-def test_callbacks_for_the_hugging_face_trainer_run_unchanged(
-    strategy: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    reference = of_one_device(tmp_path_factory.getbasetemp())
-    run = train(strategy, tmp_path / "run", "mine", *HUGGING_FACE)
-    for told in run.told:
+def test_callbacks_for_the_hugging_face_trainer_run_unchanged(tmp_path: Path) -> None:
+    """On one device, and on ranks that agree: the loop's flags and metrics are what such callbacks live by."""
+    single, several = (train(each, tmp_path / each / "run", "mine", *HUGGING_FACE) for each in ("single", "pipeline"))
+    wanted = [note for note in single.told[0]["notes"] if note != ("save",)]
+    for told in [*single.told, *several.told]:
         notes = told["notes"]
         assert [note[1] for note in notes if note[0] == "log"] == [1, 2, 4, 6, 8]
         assert [note[1] for note in notes if note[0] == "evaluate"] == [3, 4, 8]
         assert notes[0] == ("begin", 20, 2, 8)
         assert notes[-1] == ("end", 8, True)  # the first evaluation is the best so far, two more are no better
         assert notes.count(("save",)) == 3
-        ours, wanted = ([note for note in some if note != ("save",)] for some in (notes, reference))
-        for mine, theirs in zip(ours, wanted, strict=True):
+        for mine, theirs in zip([note for note in notes if note != ("save",)], wanted, strict=True):
             assert mine[:2] == theirs[:2]
             assert mine[2:] == pytest.approx(theirs[2:], rel=1e-5)
-    best = [note[3] for note in run.told[0]["notes"] if note[0] == "evaluate"]
+    best = [note[3] for note in wanted if note[0] == "evaluate"]
     assert [value > 0 for value in best] == [False, True, True]  # as there, of the evaluations before
-    assert RunDir(run.path).checkpoint_steps() == [3, 4, 8]
+    assert [RunDir(run.path).checkpoint_steps() for run in (single, several)] == [[3, 4, 8]] * 2
 
-
-# ------------------------------------------------------------------------------------------------------ one that raises
 
 SHORT = ["max_steps=6", "logging_steps=1", "eval_steps=2", "save_steps=2", "async_save=false", "deterministic=true"]
-BEFORE_ANY_STEP = {"on_init_end", "on_train_begin", "on_epoch_begin"}
+BEFORE_ANY_STEP = ["on_init_end", "on_train_begin", "on_epoch_begin"]
+AT_THE_END = ["on_epoch_end", "on_train_end"]
 
 
 @pytest.fixture
@@ -294,32 +235,28 @@ def _torch_as_it_was() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-@functools.cache
-def uninterrupted(root: Path) -> dict[str, torch.Tensor]:
-    tiny.train(tiny.config(root / "whole", *SHORT), RunDir(root / "whole"))
-    return weights(root / "whole")
-
-
 def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(RunDir(path).checkpoint(6) / "model/model.safetensors")
 
 
 @pytest.mark.usefixtures("_torch_as_it_was")
-@pytest.mark.parametrize("event", [event for event in EVENTS if event not in RARE])
-def test_one_that_raises_is_named_with_its_event_and_the_run_can_go_on(
-    event: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    whole = uninterrupted(tmp_path_factory.getbasetemp())
-    run, step = RunDir(tmp_path / "run"), 0 if event in BEFORE_ANY_STEP else 3
-    bad = ["+callbacks.bad._target_=users_callbacks.Raises", f"+callbacks.bad.event={event}"]
-    message = f"^callback bad failed in {event}: ZeroDivisionError: of the user's in {event}$"
-    with pytest.raises(CallbackError, match=message) as caught:
-        tiny.train(tiny.config(run.root, *SHORT, *bad, f"+callbacks.bad.step={step}"), run)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert bool(run.checkpoint_steps()) == (event not in BEFORE_ANY_STEP)
+def test_one_that_raises_is_named_with_its_event_and_the_run_can_go_on(tmp_path: Path) -> None:
+    """In one event after another: each start goes on from what the one before has left."""
+    run, bad = RunDir(tmp_path / "run"), "+callbacks.bad._target_=users_callbacks.Raises"
+    between = [event for event in EVENTS if event not in {*RARE, *BEFORE_ANY_STEP, *AT_THE_END}]
+    assert len(between) > 8
+    for event in (*BEFORE_ANY_STEP, *between, *AT_THE_END):
+        step = 0 if event in BEFORE_ANY_STEP else 3
+        words = [*SHORT, bad, f"+callbacks.bad.event={event}", f"+callbacks.bad.step={step}"]
+        message = f"^callback bad failed in {event}: ZeroDivisionError: of the user's in {event}$"
+        with pytest.raises(CallbackError, match=message) as caught:
+            tiny.train(tiny.config(run.root, *words, "resume_from_checkpoint=true"), run)
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        assert bool(run.checkpoint_steps()) == (event not in BEFORE_ANY_STEP)
     tiny.train(tiny.config(run.root, *SHORT, "resume_from_checkpoint=true"), run)
-    found = weights(run.root)
-    assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
+    tiny.train(tiny.config(tmp_path / "whole", *SHORT), RunDir(tmp_path / "whole"))
+    whole = weights(tmp_path / "whole")
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(run.root).items())
 
 
 def test_one_that_raises_in_on_exception_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -329,39 +266,3 @@ def test_one_that_raises_in_on_exception_hides_nothing(tmp_path: Path, caplog: p
         tiny.train(tiny.config(tmp_path, *SHORT, *targets, *events), RunDir(tmp_path))
     torch.use_deterministic_algorithms(False)
     assert "callback second failed in on_exception: ZeroDivisionError" in caplog.text
-
-
-# what ends a job of several ranks so is what test_faults asks of a callback that raises
-@pytest.mark.parametrize(
-    ("strategy", "event", "rank"),
-    [
-        ("single", "on_pre_optimizer_step", 0),
-        pytest.param("ddp", "on_log", 1, marks=pytest.mark.full),
-        pytest.param("pipeline", "on_evaluate", 1, marks=pytest.mark.full),
-        pytest.param("fsdp2", "on_save", 0, marks=pytest.mark.full),
-    ],
-)
-def test_a_job_whose_callback_raises_ends_with_the_traceback_and_leaves_nobody(
-    strategy: str, event: str, rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    settings = {"_target_": "users_callbacks.Raises", "event": event, "step": 5, "rank": rank, "pids": "true"}
-    ranks, words = STRATEGIES[strategy]
-    words = [*words, *(["nproc_per_node=2"] if ranks > 1 else []), "eval_steps=4", "save_steps=2", "max_steps=1000"]
-    words += ["async_save=false"]  # a writer that leaves training its cores may take long on a busy machine
-    words += [f"+callbacks.bad.{key}={value}" for key, value in settings.items()]
-    with Process("train", *SMALL, *words) as job:
-        assert job.finish() == 1, job.output
-    text = f"callback bad failed in {event}: ZeroDivisionError: of the user's in {event}"
-    assert job.output.count("Traceback (most recent call last)") == 1, job.output
-    assert "users_callbacks.py" in job.output
-    errors = [line for line in job.output.splitlines() if line.startswith("error: ")]
-    assert errors == [f"error: {'' if ranks == 1 else f'rank {rank}: '}{text}"], job.output
-    assert nobody_left(ranks)
-    run = RunDir(tmp_path / "run")
-    assert max(run.checkpoint_steps()) >= 4
-    newest = max(run.checkpoint_steps())
-    assert forgather("resume", "run", "trainer=single", f"max_steps={newest + 2}", "~callbacks.bad") == 0
-    outcome = read_exit_record(run)
-    assert outcome is not None
-    assert (outcome.code, outcome.step) == (0, newest + 2)

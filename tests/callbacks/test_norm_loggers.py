@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.callbacks.parameter_norms import SpectralNorms
-from forgather_cli.config.schema import ParameterNormSettings
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer
@@ -88,7 +86,7 @@ def train(layout: str, path: Path, *overrides: str) -> None:
 
 
 def records(path: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (path / f"{name}.jsonl").read_text().splitlines()]
+    return tiny.metrics(path, f"{name}.jsonl")
 
 
 def steps(path: Path, name: str) -> list[int]:
@@ -97,9 +95,7 @@ def steps(path: Path, name: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
-    found = on_a_rank(str(tmp_path_factory.mktemp("reference")), REFERENCE)
-    assert found is not None
-    return found
+    return on_a_rank(str(tmp_path_factory.mktemp("reference")), REFERENCE)
 
 
 def assert_near(found: list[Norms], expected: list[Norms], rel: float) -> None:
@@ -126,9 +122,6 @@ def test_norms_are_those_of_one_device(layout: str, reference: Reference, tmp_pa
     for record in gradients:
         assert math.dist(record["norms"].values(), [0.0] * len(record["norms"])) == pytest.approx(0.05, rel=1e-4)
     assert not any("weight_norm" in record for record in tiny.metrics(tmp_path) if "grad_norm" not in record)
-
-
-# -------------------------------------------------------------------------------------------------------------- resume
 
 
 ONE_STEP = ("+callbacks.grad_norms={every: 1}", "+callbacks.parameter_norms={power_iter_steps: 1}")
@@ -185,56 +178,41 @@ def test_records_that_the_run_has_gone_back_from_are_marked(through: Path, tmp_p
         assert [record["step"] for record in records(path, name) if record.get("abandoned")] == [4]
 
 
-# ---------------------------------------------------------------------------------------------------------------- when
-
-
-CADENCES: dict[str, tuple[tuple[str, ...], list[int]]] = {
-    "eval": (("eval_steps=2", "eval_on_start=true"), [2, 4]),
-    "eval at epochs": (("eval_strategy=epoch", "epoch_train_steps=3", "num_train_epochs=2", "max_steps=-1"), [3, 6]),
-    "eval with saves": (("eval_strategy=no", "eval_on_save=true", "save_steps=3"), [3, 4]),
-    "log": (("logging_steps=3",), [1, 3, 4]),
-    "log at epochs": (("logging_strategy=epoch", "epoch_train_steps=2"), [2, 4]),
-    "3": ((), [3]),
-}
-
-
-@pytest.mark.parametrize("case", CADENCES)
-def test_when_gradients_are_recorded(case: str, tmp_path: Path) -> None:
-    overrides, expected = CADENCES[case]
-    replaced = {word.partition("=")[0] for word in overrides}
-    replaced |= {f"{kind}_steps" for kind in ("eval", "logging") if f"{kind}_strategy" in replaced}
-    base = [word for word in MODEL if word.partition("=")[0] not in replaced]
-    config = tiny.config(tmp_path, *base, f"+callbacks.grad_norms={{every: {case.split()[0]}}}", *overrides)
+@pytest.mark.parametrize(
+    ("every", "words", "expected"),
+    [
+        ("eval", ("eval_strategy=epoch", "epoch_train_steps=3", "num_train_epochs=2", "max_steps=-1"), [3, 6]),
+        ("eval", ("eval_strategy=no", "eval_on_save=true", "save_steps=3"), [3, 4]),
+        ("log", ("logging_steps=3",), [1, 3, 4]),
+        ("log", ("logging_strategy=epoch", "epoch_train_steps=2"), [2, 4]),
+        ("eval", ("eval_steps=2", "eval_on_start=true"), [2, 4]),
+        ("3", ("eval_steps=2", "logging_steps=1"), [3]),
+    ],
+)
+def test_when_gradients_are_recorded(every: str, words: tuple[str, ...], expected: list[int], tmp_path: Path) -> None:
+    config = tiny.config(tmp_path, f"+callbacks.grad_norms={{every: {every}}}", *words)
     tiny.train(config, RunDir(tmp_path))
     assert steps(tmp_path, "gradient_norms") == expected
 
 
-def test_off_with_a_warning_where_gradients_are_used_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_leaves_nothing_to_record_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = tiny.config(
         tmp_path, "fuse_optim_with_backward=true", "max_grad_norm=null", "+callbacks.grad_norms={every: 1}",
-        "max_steps=1", "per_device_train_batch_size=8",
+        "max_steps=1", "per_device_train_batch_size=8", "eval_strategy=no", "+callbacks.parameter_norms={}",
     )  # fmt: skip
     tiny.train(config, RunDir(tmp_path))
     assert not RunDir(tmp_path).gradient_norms.exists()
     assert "grad_norms: off, since fuse_optim_with_backward=true" in caplog.text
-
-
-def test_no_evaluations_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    loggers = ("+callbacks.grad_norms={}", "+callbacks.parameter_norms={}")
-    tiny.train(tiny.config(tmp_path, "eval_strategy=no", "max_steps=1", *loggers), RunDir(tmp_path))
-    assert "grad_norms.every: eval, of which eval_strategy=no leaves none" in caplog.text
     assert "parameter_norms: written at evaluations, of which eval_strategy=no leaves none" in caplog.text
+    config = tiny.config(tmp_path, "eval_strategy=no", "max_steps=1", "+callbacks.grad_norms={}")
+    tiny.train(config, RunDir(tmp_path / "next"))
+    assert "grad_norms.every: eval, of which eval_strategy=no leaves none" in caplog.text
 
 
 def test_nothing_to_log_is_refused(tmp_path: Path) -> None:
-    words = ("+callbacks.parameter_norms={log_norms: false, log_spectral_norms: false}",)
-    config = tiny.config(tmp_path, *words)
-    assert config.callbacks.parameter_norms == ParameterNormSettings(log_norms=False, log_spectral_norms=False)
+    config = tiny.config(tmp_path, "+callbacks.parameter_norms={log_norms: false, log_spectral_norms: false}")
     with pytest.raises(ConfigError, match=r"callbacks\.parameter_norms: .* both false"):
         tiny.train(config, RunDir(tmp_path))
-
-
-# ----------------------------------------------------------------------------------------------------- weights apart
 
 
 def test_ranks_that_train_by_themselves_have_root_mean_squares(tmp_path: Path) -> None:
@@ -257,9 +235,6 @@ def test_ranks_that_train_by_themselves_have_root_mean_squares(tmp_path: Path) -
     assert_near([r["spectral_norms"] for r in records(tmp_path, "parameter_norms")], of_both("spectral"), 1e-3)
 
 
-# ------------------------------------------------------------------------------------------------------------- numbers
-
-
 class Matrices(nn.Module):
     """Parameters of given values."""
 
@@ -267,10 +242,6 @@ class Matrices(nn.Module):
         super().__init__()
         for name, value in values.items():
             self.register_parameter(name, nn.Parameter(value))
-
-
-def trainer_of(model: nn.Module, path: Path) -> Trainer:
-    return Trainer(model=model, args={"output_dir": str(path), "use_cpu": True, "report_to": "none"})
 
 
 def hard_matrices() -> dict[str, Tensor]:
@@ -294,7 +265,7 @@ def hard_matrices() -> dict[str, Tensor]:
 
 def test_spectral_norms_of_all_kinds_of_matrices(tmp_path: Path) -> None:
     values = hard_matrices()
-    spectral = SpectralNorms(FullParameters(trainer_of(Matrices(**values), tmp_path)))
+    spectral = SpectralNorms(FullParameters(tiny.script(tmp_path, Matrices(**values))))
     assert spectral.names == [name for name, value in values.items() if value.ndim == 2]
     for number, steps in enumerate((20, 10, 10)):
         found = dict(zip(spectral.names, spectral.measure(steps).tolist(), strict=True))
@@ -307,7 +278,7 @@ def test_spectral_norms_of_all_kinds_of_matrices(tmp_path: Path) -> None:
 
 def test_what_was_broken_or_zero_recovers(tmp_path: Path) -> None:
     model = Matrices(a=torch.full((6, 5), math.nan), b=torch.zeros(6, 5))
-    spectral = SpectralNorms(FullParameters(trainer_of(model, tmp_path)))
+    spectral = SpectralNorms(FullParameters(tiny.script(tmp_path, model)))
     assert spectral.measure(10).isnan().tolist() == [True, False]
     weight = torch.randn(6, 5)
     with torch.no_grad():
@@ -318,7 +289,7 @@ def test_what_was_broken_or_zero_recovers(tmp_path: Path) -> None:
 
 
 def test_a_vector_that_no_longer_fits_is_replaced(tmp_path: Path) -> None:
-    parameters = FullParameters(trainer_of(Matrices(a=torch.randn(6, 5), b=torch.randn(4, 3)), tmp_path))
+    parameters = FullParameters(tiny.script(tmp_path, Matrices(a=torch.randn(6, 5), b=torch.randn(4, 3))))
     before = SpectralNorms(parameters)
     before.measure(5)
     kept = before.vectors()
@@ -332,7 +303,7 @@ def test_a_vector_that_no_longer_fits_is_replaced(tmp_path: Path) -> None:
 def test_frozen_parameters_have_weights_and_no_gradients(tmp_path: Path) -> None:
     model = Matrices(a=torch.ones(2, 2), b=torch.full((3,), 2.0), c=torch.ones(1))
     model.get_parameter("a").requires_grad_(False)
-    trainer = trainer_of(model, tmp_path)
+    trainer = tiny.script(tmp_path, model)
     assert FullParameters(trainer).weights().tolist() == pytest.approx([4.0, 12.0, 1.0])
     trained_ones = FullParameters(trainer, trained_only=True)
     assert list(trained_ones.shapes) == ["b", "c"]

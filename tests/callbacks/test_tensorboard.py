@@ -24,13 +24,17 @@ class FakeTrainer:
         return {"model": "decoder", "data": "a|b"}
 
 
+INFO = {"question": "does *QK-norm* help?", "cluster": {"nodes": 2, "name": "a"}}
+
+
 def train(path: Path, steps: range, scalars: dict[str, Any] | None = None, rank_zero: bool = True) -> None:
-    logger = TBLogger(TensorboardSettings(scalars=scalars or {}), RunDir(path), config_tree={"seed": 42})
+    settings = TensorboardSettings(scalars=scalars or {}, experiment_info=INFO)
+    logger = TBLogger(settings, RunDir(path), config_tree={"seed": 42})
     state = TrainerState(resumed_step=steps.start - 1, is_world_process_zero=rank_zero)
     logger.on_train_begin(None, state, CONTROL, trainer=FakeTrainer())
     for step in steps:
         state.global_step = step
-        logs = {"loss": float(step), "tok_per_sec": 5e3, "epoch": 0.5, "note": "text", "step": step}
+        logs = {"loss": float(step), "tok_per_sec": 5e3, "epoch": 0.5, "note": "text", "step": step, "zero": 0.0}
         logger.on_log(None, state, CONTROL, logs=logs)
     if rank_zero:
         logger.add_text("samples/1", "def f():\n    # *x*", state.global_step)
@@ -40,25 +44,13 @@ def train(path: Path, steps: range, scalars: dict[str, Any] | None = None, rank_
 
 
 def read(path: Path) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    import tiny  # which imports torch, and this file is imported where nothing may have
 
-    events = EventAccumulator(str(path / "tensorboard"))
-    events.Reload()
-    return events
+    return tiny.tensorboard(path / "tensorboard")
 
 
 def curve(events: Any, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in events.Scalars(tag)]
-
-
-def test_every_number_is_a_curve(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 4))
-    events = read(tmp_path)
-    assert set(events.Tags()["scalars"]) == {
-        "train/loss", "train/tok_per_sec", "train/epoch", "eval/loss", "eval/perplexity",
-    }  # fmt: skip
-    assert curve(events, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
-    assert curve(events, "eval/loss") == [(3, 2.0)]
 
 
 def test_scalars_are_merged_over_the_defaults(tmp_path: Path) -> None:
@@ -67,6 +59,8 @@ def test_scalars_are_merged_over_the_defaults(tmp_path: Path) -> None:
         "speed/ktok": {"source": "tok_per_sec", "transform": "kilo"},
         "train/loss": {"source": "loss", "transform": "negate"},
         "never": {"source": "no_such_metric"},
+        "lg": {"source": "loss", "transform": "log10"},
+        "gap": {"source": "zero", "transform": "log"},
     }
     train(tmp_path, range(1, 2), scalars)
     events = read(tmp_path)
@@ -74,31 +68,33 @@ def test_scalars_are_merged_over_the_defaults(tmp_path: Path) -> None:
     assert "never" not in events.Tags()["scalars"]
     assert curve(events, "speed/ktok") == [(1, 5.0)]
     assert curve(events, "train/loss") == [(1, -1.0)]
+    assert curve(events, "lg") == [(1, 0.0)]
+    ((_, value),) = curve(events, "gap")  # for which the transform is not defined
+    assert value != value
 
 
-def test_texts(tmp_path: Path) -> None:
-    train(tmp_path, range(1, 2))
+def test_every_number_is_a_curve_and_there_are_texts(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    train(tmp_path, range(1, 4))
+    [file] = (tmp_path / "tensorboard").iterdir()
+    values = [len(event.summary.value) for event in EventFileLoader(str(file)).Load() if event.step]
+    assert values == [4, 4, 4, 1, 2, 1], "an event for each record of curves, and for each text"
     events = read(tmp_path)
+    assert set(events.Tags()["scalars"]) == {
+        "train/loss", "train/tok_per_sec", "train/epoch", "train/zero", "eval/loss", "eval/perplexity",
+    }  # fmt: skip
+    assert curve(events, "train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert curve(events, "eval/loss") == [(3, 2.0)]
     texts = {tag: events.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
     assert texts == {
         "config/text_summary": "    seed: 42",
         "training info/text_summary": "| | |\n|---|---|\n| model | decoder |\n| data | a\\|b |",
         "samples/1/text_summary": "    def f():\n        # *x*",
+        "experiment_info/question/text_summary": "does *QK-norm* help?",
+        "experiment_info/cluster/text_summary": "    nodes: 2\n    name: a",
         "results/text_summary": "| | |\n|---|---|\n| train_runtime | 12.5 |\n| train_loss | 1.5 |",
     }
-
-
-def test_experiment_info_is_shown_as_markdown_or_settings(tmp_path: Path) -> None:
-    info = {"question": "does *QK-norm* help?", "cluster": {"nodes": 2, "name": "a"}}
-    logger = TBLogger(TensorboardSettings(experiment_info=info), RunDir(tmp_path))
-    logger.on_train_begin(None, TrainerState(), CONTROL, trainer=FakeTrainer())
-    logger.on_log(None, TrainerState(global_step=1), CONTROL, logs={"loss": 1.0})
-    logger.on_train_end(None, TrainerState(), CONTROL)
-    events = read(tmp_path)
-    texts = [
-        events.Tensors(f"experiment_info/{name}/text_summary")[0].tensor_proto.string_val[0].decode() for name in info
-    ]
-    assert texts == ["does *QK-norm* help?", "    nodes: 2\n    name: a"]
 
 
 def test_what_was_typed_for_a_run_are_its_hyperparameters(tmp_path: Path) -> None:
@@ -124,23 +120,12 @@ def test_a_resumed_run_goes_on_where_it_was_and_purges_what_came_after(tmp_path:
     while int(time.time()) == started:  # files are read in the order of their names: seconds first, then a counter
         time.sleep(0.01)
     train(tmp_path, range(5, 8))
-    assert [step for step, _ in curve(read(tmp_path), "train/loss")] == [1, 2, 3, 4, 5, 6, 7]
+    assert [step for step, _ in curve(read(tmp_path), "train/loss")] == list(range(1, 8))
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
     train(tmp_path, range(1, 3), rank_zero=False)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_transform_that_is_not_defined_leaves_a_gap(tmp_path: Path) -> None:
-    scalars = {"log": {"source": "epoch_minus", "transform": "log"}, "lg": {"source": "minus", "transform": "log10"}}
-    logger = TBLogger(TensorboardSettings(scalars=scalars), RunDir(tmp_path))
-    logger.on_log(None, TrainerState(global_step=1), CONTROL, logs={"minus": -1.0, "epoch_minus": 1.0})
-    logger.on_train_end(None, TrainerState(), CONTROL)
-    events = read(tmp_path)
-    assert curve(events, "log") == [(1, 0.0)]
-    ((_, value),) = curve(events, "lg")
-    assert value != value
 
 
 def test_wrong_scalars_are_config_mistakes_all_at_once(tmp_path: Path) -> None:

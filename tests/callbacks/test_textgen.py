@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from tiny import decoder
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import CallbackList, NoWriter, TrainerControl, TrainerState
@@ -17,7 +18,7 @@ from forgather_cli.callbacks.textgen import TextgenCallback
 from forgather_cli.config.schema import GenerationConfig, RunSettings, TextgenSettings
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.models.generate import generate, left_padded
+from forgather_cli.models.generate import generate
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer.from_python import ScriptJob
 from forgather_cli.trainer.step_sync import StepSync
@@ -85,6 +86,10 @@ def test_a_sample_goes_to_console_file_and_tensorboard(tmp_path: Path, capsys: p
     assert texts == [("samples/1", "def ü\n x", 100), ("samples/2", "Zoë = f ü\n x", 100)]
     out = capsys.readouterr().out
     assert "sample 1 at step 100:\n    def ü\n     x\n" in out
+    written = Speaker(byte_ids("\nend" * 30))
+    event(made(tmp_path, ["word " * 60], max_new_tokens=200), "on_evaluate", written, ByteTokenizer())
+    out = capsys.readouterr().out
+    assert "    " + "word " * 60 + "\n" + "    end\n" * 30 in out
 
 
 def test_prompts_are_padded_on_the_left_and_stop_early(tmp_path: Path) -> None:
@@ -94,26 +99,6 @@ def test_prompts_are_padded_on_the_left_and_stop_early(tmp_path: Path) -> None:
     assert first["input_ids"].tolist() == [[EOS, EOS, 97], [98, 99, 100], [EOS, EOS, EOS]]
     assert first["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1], [0, 0, 1]]
     assert len(speaker.calls) == 3  # h, i, end: not max_new_tokens
-
-
-def test_generated_control_characters_do_not_reach_anyone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    event(made(tmp_path), "on_evaluate", Speaker(byte_ids("\x1b[2J\x00ok")), ByteTokenizer())
-    for text in (capsys.readouterr().out, (tmp_path / "samples.txt").read_text()):
-        assert "\x1b" not in text
-        assert "de\N{REPLACEMENT CHARACTER}[2J\N{REPLACEMENT CHARACTER}ok" in text
-
-
-def test_on_a_terminal_a_sample_is_literal_text(tmp_path: Path) -> None:
-    from test_progress import on_terminal, shown_lines
-
-    code = f"""
-from test_textgen import *
-speaker = Speaker(byte_ids("[red]x[/red] \\x1b[2J"))
-event(made(Path({str(tmp_path)!r}), max_new_tokens=30), "on_evaluate", speaker, ByteTokenizer())
-"""
-    output = on_terminal(80, code)
-    assert shown_lines(output) == ["sample 1 at step 100", "  │ de[red]x[/red] \N{REPLACEMENT CHARACTER}[2J"]
-    assert "\x1b[2J" not in output
 
 
 def test_cadence(tmp_path: Path) -> None:
@@ -127,19 +112,15 @@ def test_cadence(tmp_path: Path) -> None:
     assert (tmp_path / "samples.txt").read_text().count("=== step") == 2
 
 
-def test_other_ranks_generate_and_write_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_generate_and_write_nothing_and_modules_are_in_eval_mode_meanwhile(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     speaker = Speaker(byte_ids("x"))
     event(made(tmp_path), "on_evaluate", speaker, ByteTokenizer(), is_world_process_zero=False)
-    assert speaker.calls
-    assert list(tmp_path.iterdir()) == []
-    assert capsys.readouterr().out == ""
-
-
-def test_modules_are_in_eval_mode_inside_and_as_before_after(tmp_path: Path) -> None:
-    speaker = Speaker(byte_ids("x"))
-    event(made(tmp_path), "on_evaluate", speaker, ByteTokenizer())
     assert speaker.modes == {False}
     assert [module.training for module in speaker.parts[0].modules()] == [True, True, False]
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().out == ""
 
 
 def sampled(path: Path, step: int, strategy: Any) -> str:
@@ -161,8 +142,16 @@ def test_sampling_is_a_function_of_seed_and_step_and_leaves_training_s_generator
     assert sampled(tmp_path, 200, Speaker([], noise=0.99)) != first
 
 
+def decoding(model: nn.Module) -> Any:
+    """A strategy of one device."""
+    return SimpleNamespace(
+        device=torch.device("cpu"),
+        parts=[model],
+        logits=lambda batch, last_only, cache: model(**batch, last_only=last_only, cache=cache),
+    )
+
+
 def test_with_the_decoder_and_a_hugging_face_tokenizer(tmp_path: Path) -> None:
-    from tiny import decoder
     from tokenizers import Tokenizer as Fast
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -172,12 +161,7 @@ def test_with_the_decoder_and_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     fast = Fast(WordLevel(words, unk_token="w0"))
     fast.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast, unk_token="w0")  # no end, no padding token
-    model = decoder()
-    strategy = SimpleNamespace(
-        device=torch.device("cpu"),
-        parts=[model],
-        logits=lambda batch, last_only, cache: model(**batch, last_only=last_only, cache=cache),
-    )
+    strategy = decoding(decoder())
     callback = made(tmp_path, ["w3", "w1 w2 w5"], do_sample=False)
     event(callback, "on_train_begin", strategy, tokenizer)
     event(callback, "on_evaluate", strategy, tokenizer)
@@ -198,10 +182,9 @@ def test_a_resume_cuts_the_samples_of_later_steps_and_what_a_crash_left_half_wri
     file = tmp_path / "samples.txt"
     assert steps_in(tmp_path) == [100, 200, 300], "what the model writes is not taken for a record"
     whole = file.read_bytes()
-    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=300)
-    assert file.read_bytes() == whole
-    event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=250, is_world_process_zero=False)
-    assert file.read_bytes() == whole
+    for step, writes in ((300, True), (250, False)):
+        event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=step, is_world_process_zero=writes)
+        assert file.read_bytes() == whole
     event(made(tmp_path), "on_train_begin", strategy, tokenizer, resumed_step=250)
     assert file.read_bytes() == whole[: whole.index(b"=== step 300")]
     file.write_bytes(whole[: whole.index(b"=== step 200") + 20])
@@ -226,14 +209,7 @@ def test_a_sample_ends_before_a_stop_text(tmp_path: Path, num_beams: int) -> Non
 
 
 def test_samples_are_written_by_the_same_table_as_forgather_generate(tmp_path: Path) -> None:
-    from tiny import decoder
-
-    model = decoder(vocab_size=258, initializer_range=0.3).eval()
-    strategy = SimpleNamespace(
-        device=torch.device("cpu"),
-        parts=[model],
-        logits=lambda batch, last_only, cache: model(**batch, last_only=last_only, cache=cache),
-    )
+    strategy = decoding(decoder(vocab_size=258, initializer_range=0.3).eval())
     config = GenerationConfig(num_beams=3, do_sample=False, no_repeat_ngram_size=2, min_new_tokens=5)
     settings = TextgenSettings(prompts=["de"], max_new_tokens=9, generation_config=config)
     event(TextgenCallback(settings, RunDir(tmp_path)), "on_evaluate", strategy, ByteTokenizer())
@@ -245,23 +221,24 @@ def test_samples_are_written_by_the_same_table_as_forgather_generate(tmp_path: P
 
 
 @pytest.mark.parametrize("shown_by", ["the progress display", "nothing else"])
-def test_on_a_terminal_a_bar_stands_while_samples_are_written(tmp_path: Path, shown_by: str) -> None:
+def test_on_a_terminal_a_bar_stands_while_samples_are_written_and_they_are_literal_text(
+    tmp_path: Path, shown_by: str
+) -> None:
     from test_progress import on_terminal, shown_lines
 
+    alone = shown_by == "nothing else"
     code = f"""
 from test_textgen import *
 class Slow(Speaker):
     def logits(self, *given, **options):
-        time.sleep(0.3)
+        time.sleep(0.21)
         return super().logits(*given, **options)
 progress = ProgressCallback()
-progress.on_train_begin(None, TrainerState(max_steps=9), None)
-if {shown_by == "nothing else"}:
-    progress.on_train_end(None, TrainerState(), None)
+if {not alone}:
+    progress.on_train_begin(None, TrainerState(max_steps=9), None)
 settings = TextgenSettings(prompts=["de"], max_new_tokens=9)
-show_bar = None if {shown_by == "nothing else"} else progress.show_bar
-callback = TextgenCallback(settings, RunDir(Path({str(tmp_path)!r})), show_bar=show_bar)
-event(callback, "on_evaluate", Slow(byte_ids("abcd")), ByteTokenizer())
+callback = TextgenCallback(settings, RunDir(Path({str(tmp_path)!r})), show_bar={None if alone else "progress.show_bar"})
+event(callback, "on_evaluate", Slow(byte_ids("[/b]\\x1b[2J")), ByteTokenizer())
 progress.on_train_end(None, TrainerState(), None)
 """
     output = on_terminal(80, code)
@@ -270,6 +247,10 @@ progress.on_train_end(None, TrainerState(), None)
     assert any("4/9" in line for line in bars)
     after = shown_lines(output[output.index("sample 1 at step 100") :])
     assert not any(line.startswith("samples") for line in after)
+    sample = [line for line in after if not line.startswith("train ")]
+    assert sample[:2] == ["sample 1 at step 100", "  │ de[/b]\N{REPLACEMENT CHARACTER}[2J"]
+    assert "\n" + sample[1].removeprefix("  │ ") in (tmp_path / "samples.txt").read_text()
+    assert "\x1b[2J" not in output
 
 
 def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
@@ -280,41 +261,23 @@ def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
 
 def test_prompts_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.yaml"
-    path.write_text("- def f(x):\n- |\n  two\n  lines\n- 'é'\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="must be a list of texts"):
-        TextgenSettings(prompts=str(path)).texts()  # the first one is a mapping to YAML
     path.write_text("- 'def f(x):'\n- |\n  two\n  lines\n- 'é'\n", encoding="utf-8")
     assert TextgenSettings(prompts=str(path)).texts() == ["def f(x):", "two\nlines\n", "é"]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+    for content, message in (
+        ("- def f(x):\n", "must be a list of texts"),  # a mapping to YAML
         ("a: 1", "must be a list of texts, got {'a': 1}"),
         ("[]", "is empty"),
-        ("[1, 2]", "list of texts"),
         ("[", "not valid YAML"),
-    ],
-)
-def test_a_wrong_prompt_file_is_a_config_mistake(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "prompts.yaml"
-    path.write_text(content)
-    with pytest.raises(ConfigError, match=r"^callbacks\.textgen\.prompts: ") as caught:
-        TextgenSettings(prompts=str(path)).texts()
-    assert message in str(caught.value)
-
-
-def test_a_missing_prompt_file_is_named() -> None:
+    ):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=r"^callbacks\.textgen\.prompts: ") as caught:
+            TextgenSettings(prompts=str(path)).texts()
+        assert message in str(caught.value)
     with pytest.raises(ConfigError, match=r"no/such\.yaml: cannot be read \(No such file"):
         TextgenSettings(prompts="no/such.yaml").texts()
 
 
-def test_left_padded() -> None:
-    ids, mask = left_padded([[1], [2, 3]], 9)
-    assert (ids.tolist(), mask.tolist()) == ([[9, 1], [2, 3]], [[0, 1], [1, 1]])
-
-
-def said_on_a_rank(path: Path, num_beams: int = 1) -> tuple[int, bool]:
+def said_on_a_rank(path: Path, num_beams: int) -> tuple[int, bool]:
     """Rank 1's model would end at once, as weights may that part under post-local SGD."""
     import torch.distributed as dist
 
@@ -327,12 +290,9 @@ def said_on_a_rank(path: Path, num_beams: int = 1) -> tuple[int, bool]:
     return len(strategy.calls), state.is_world_process_zero
 
 
-def test_ranks_whose_logits_differ_go_on_with_the_same_tokens_and_end_together(tmp_path: Path) -> None:
-    assert run_ranks(2, said_on_a_rank, tmp_path) == [(3, True), (3, False)]
-    assert "deAB\n" in (tmp_path / "samples.txt").read_text()
-
-
-def test_so_they_do_with_beams(tmp_path: Path) -> None:
-    (one, _), (other, _) = run_ranks(2, said_on_a_rank, tmp_path, 2)
-    assert one == other
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_ranks_whose_logits_differ_go_on_with_the_same_tokens_and_end_together(tmp_path: Path, num_beams: int) -> None:
+    (calls, _), (others, _) = run_ranks(2, said_on_a_rank, tmp_path, num_beams)
+    assert calls == others
+    assert num_beams > 1 or calls == 3
     assert "deAB\n" in (tmp_path / "samples.txt").read_text()

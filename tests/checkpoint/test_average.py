@@ -20,6 +20,7 @@ from tiny import decoder, metrics
 
 from forgather_cli.checkpoint.average import average_models
 from forgather_cli.checkpoint.load import Reader
+from forgather_cli.checkpoint.retention import pending
 from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import CheckpointError
@@ -137,8 +138,8 @@ def test_what_cannot_be_averaged(run: Path, capsys: pytest.CaptureFixture[str]) 
     assert sorted(path.name for path in Path().iterdir()) == ["step-00000004"]
 
 
-def no_space(fd: int, data: Any, offset: int) -> int:
-    """``os.pwrite`` on a full disk."""
+def no_space(*args: Any) -> Any:
+    """Writing on a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -187,7 +188,7 @@ def test_a_run_ends_with_the_mean_of_its_last_checkpoints(
 ) -> None:
     run = RunDir(Path("run"))
     with monkeypatch.context() as patch:
-        patch.setattr("forgather_cli.checkpoint.average.write_weights", no_room)
+        patch.setattr("forgather_cli.checkpoint.average.write_weights", no_space)
         assert forgather("train", *SMALL, "max_steps=4", "average_last=3", "output_dir=run") == 1
     assert "average_last: " in capfd.readouterr().err
     names = ["step-00000002", "step-00000003", "step-00000004"]
@@ -214,10 +215,6 @@ def test_a_run_ends_with_the_mean_of_its_last_checkpoints(
     assert len(json.loads((run.average(4, 5) / "provenance.json").read_text())["sources"]) == 3
     assert forgather("eval", str(average), "--json") == 0
     assert json.loads(capfd.readouterr().out)["eval_loss"] > 0
-
-
-def no_room(*args: Any) -> None:
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 @pytest.mark.parametrize(
@@ -287,10 +284,8 @@ def test_an_edit_of_an_older_checkpoint_says_how_to_go_on_from_it(
 ) -> None:
     run = Path("run").resolve()
     shutil.copytree(edited, run)
-    assert (
-        forgather("checkpoint", "edit", str(RunDir(run).checkpoint(2)), "lr_scheduler=constant", "learning_rate=5e-3")
-        == 0
-    )
+    older = str(RunDir(run).checkpoint(2))
+    assert forgather("checkpoint", "edit", older, "lr_scheduler=constant", "learning_rate=5e-3") == 0
     line, path = capsys.readouterr().out.splitlines()[-2:]
     assert path == "run/checkpoints/step-00000002"
     said, _, command = line.partition(": ")
@@ -310,8 +305,6 @@ def test_moving_the_backup_back_undoes_the_edit(edited: Path) -> None:
     shutil.rmtree(checkpoint)
     Path(f"{checkpoint}.backup-1").rename(checkpoint)
     assert forgather("checkpoint", "verify", str(run)) == 0
-    from forgather_cli.checkpoint.retention import pending
-
     assert pending(RunDir(run)) is None
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import saving
 import torch
-from safetensors.torch import save_file
 from saving import Box, flip
 
 from forgather_cli.checkpoint.components import Component, Sharing
-from forgather_cli.checkpoint.load import Reader, newest_valid, restore_components
-from forgather_cli.checkpoint.tensors import TensorReader
+from forgather_cli.checkpoint.load import Reader, restore_components
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir
 
@@ -60,79 +56,11 @@ def test_missing_and_truncated_files_are_found_by_size(tmp_path: Path, level: An
     reader.verify("none")
 
 
-def test_a_damaged_newest_one_is_reported_and_the_one_before_is_used(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run = saving.saved_run(tmp_path, 1, 2, 3, 4)
-    saving.damage(run.checkpoint(4) / "optimizer" / "optimizer.safetensors", flip(-1))
-    saving.damage(run.checkpoint(3) / "manifest.json", flip(100))
-    reader = newest_valid(run)
-    assert reader is not None
-    saving.assert_content(reader, 2)
-    messages = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(messages) == 2
-    assert any("step-00000004: is damaged: optimizer/optimizer.safetensors has other content" in m for m in messages)
-    assert any("step-00000003/manifest.json: is damaged" in m for m in messages)
+# --------------------------------------------------------------------------------------------------------- foreign
 
 
-def test_verify_levels_find_what_they_promise(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 1, 2)
-    saving.damage(run.checkpoint(2) / "model" / "model.safetensors", flip(-1))
-    steps = {level: newest_valid(run, level).step for level in ("full", "size", "none")}  # type: ignore[arg-type, union-attr]
-    assert steps == {"full": 1, "size": 2, "none": 2}
-
-
-def test_all_damaged_is_an_error_that_lists_them_and_none_is_none(tmp_path: Path) -> None:
-    assert newest_valid(RunDir(tmp_path / "nothing")) is None
-    run = saving.saved_run(tmp_path, 1, 2)
-    for step in (1, 2):
-        (run.checkpoint(step) / "state.json").unlink()
-    with pytest.raises(CheckpointError) as caught:
-        newest_valid(run)
-    message = str(caught.value)
-    assert message.startswith(f"no usable checkpoint is left in {tmp_path}; start afresh with")
-    assert str(run.checkpoint(1)) in message
-    assert str(run.checkpoint(2)) in message
-
-
-def test_healthy_ones_are_preferred(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = saving.saved_run(tmp_path, 1)
-    saving.saved_run(tmp_path, 2, 3, healthy=False)
-    reader = newest_valid(run)
-    assert reader is not None
-    assert reader.step == 1
-    assert "step-00000003: was saved while training looked diverged" in caplog.text
-    caplog.clear()
-    saving.damage(run.checkpoint(1) / "state.json", flip(0))
-    reader = newest_valid(run)
-    assert reader is not None
-    assert reader.step == 3
-    assert "no healthy one is left" in caplog.text
-
-
-# ------------------------------------------------------------------------------------------------- foreign and newer
-
-
-def rewrite_manifest(path: Path, **changes: Any) -> None:
-    """Change manifest fields and its checksum with them."""
-    document = json.loads((path / "manifest.json").read_text())
-    document.pop("checksum")
-    document.update(changes)
-    canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-    document["checksum"] = hashlib.sha256(canonical.encode()).hexdigest()
-    (path / "manifest.json").write_text(json.dumps(document))
-
-
-def test_a_newer_format_names_both_versions_and_is_not_passed_over(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 1, 2)
-    (run.checkpoint(2) / "manifest.json").write_text(
-        '{"format": "forgather-checkpoint", "format_version": 7, "new": {}}'
-    )
-    for attempt in (lambda: Reader(run.checkpoint(2)), lambda: newest_valid(run)):
-        with pytest.raises(
-            CheckpointError, match="has checkpoint format 7, this Forgather reads up to 1; upgrade forgather"
-        ):
-            attempt()
+def manifest_of(run: RunDir) -> dict[str, Any]:
+    return dict(json.loads((run.checkpoint(1) / "manifest.json").read_text()))
 
 
 def test_foreign_directories_are_said_to_be(tmp_path: Path) -> None:
@@ -166,14 +94,14 @@ def test_foreign_directories_are_said_to_be(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_manifest_that_makes_no_sense_is_damage(tmp_path: Path, files: Any) -> None:
     run = saving.saved_run(tmp_path, 1)
-    rewrite_manifest(run.checkpoint(1), files=files)
+    saving.sign(run.checkpoint(1), {**manifest_of(run), "files": files})
     with pytest.raises(CheckpointError, match=r"manifest\.json: is damaged"):
         Reader(run.checkpoint(1))
 
 
 def test_fields_of_a_later_manifest_are_no_problem(tmp_path: Path) -> None:
     run = saving.saved_run(tmp_path, 1)
-    rewrite_manifest(run.checkpoint(1), something_new=[1])
+    saving.sign(run.checkpoint(1), {**manifest_of(run), "something_new": [1]})
     assert Reader(run.checkpoint(1)).step == 1
 
 
@@ -254,43 +182,13 @@ def test_garbage_is_an_error_at_verify_none_too(tmp_path: Path) -> None:
     saving.damage(path / "state.json", lambda content: bytearray(b'{"components": [7]}'))
     saving.damage(path / "state-rank-00000.safetensors", lambda content: content[:10])
     saving.damage(path / "model" / "model.safetensors", lambda content: content[:-1])
-    reader = newest_valid(run, "none")
-    assert reader is not None
+    reader = saving.newest(run, "none")
     with pytest.raises(CheckpointError, match=r"state\.json: is damaged"):
         reader.state("trainer")
     with pytest.raises(CheckpointError, match=r"state-rank-00000\.safetensors: is not a safetensors file"):
         reader.state("rng")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a safetensors file"):
         reader.model_names()
-
-
-def test_files_of_safetensors_own_writer_are_read(tmp_path: Path) -> None:
-    full = saving.tensors(3)
-    save_file(full, tmp_path / "x.safetensors", metadata={"by": "others"})
-    reader = TensorReader(tmp_path / "x.safetensors")
-    assert reader.specs.keys() == full.keys()
-    for name, tensor in full.items():
-        saving.assert_equal(reader.read(name), tensor)
-
-
-@pytest.mark.parametrize(
-    "header",
-    [
-        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 80]}},
-        {"w": {"dtype": "F32", "shape": [-2, -1], "data_offsets": [0, 8]}},
-        {"w": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}},
-        {"w": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}},
-        {"w": {"dtype": "F5", "shape": [2], "data_offsets": [0, 8]}},
-        {"w": {"dtype": "F32", "shape": 2, "data_offsets": [0, 8]}},
-        [1],
-    ],
-    ids=str,
-)  # fmt: skip
-def test_headers_that_lie_are_refused(tmp_path: Path, header: Any) -> None:
-    text = json.dumps(header).encode()
-    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(CheckpointError, match=r"x\.safetensors: is not a safetensors file"):
-        TensorReader(tmp_path / "x.safetensors")
 
 
 def test_a_row_is_read_from_its_own_bytes(tmp_path: Path) -> None:

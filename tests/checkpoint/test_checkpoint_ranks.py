@@ -6,11 +6,10 @@ import json
 import logging
 import os
 import random
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,14 +19,13 @@ import saving
 import torch
 import torch.distributed as dist
 from program import Process
-from ranks import run_ranks
+from ranks import logged, run_ranks
 from safetensors.torch import load_file
 from saving import Box
 from torch import Tensor
 
 from forgather_cli.checkpoint import publish
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
-from forgather_cli.checkpoint.format import Piece, TensorSpec, plan
 from forgather_cli.checkpoint.load import Reader, named, newest_valid, restore_components
 from forgather_cli.distributed import cpu_group
 from forgather_cli.errors import CheckpointError, ReplicationError, SetupError
@@ -35,20 +33,6 @@ from forgather_cli.run_dir import RunDir
 
 Layout = dict[str, tuple[int, int]]
 """Tensor name -> the rows [start, stop) that a rank holds."""
-
-
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    """Messages of warnings and worse."""
-    messages: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("forgather_cli")
-    logger.addHandler(handler)
-    try:
-        yield messages
-    finally:
-        logger.removeHandler(handler)
 
 
 def alike(results: list[Any]) -> Any:
@@ -125,71 +109,12 @@ def test_any_layout_writes_the_bytes_of_one_rank_and_reads_as_any_other(num_rank
             saving.assert_equal(load_file(ranks / "model" / index[name])[name], tensor)
 
 
-def test_the_layouts_of_the_test_above_are_of_all_kinds() -> None:
-    full, kinds = saving.tensors(0), set()
-    for seed in range(200, 206):
-        for layout in (found := layouts(seed, 3, full)):
-            kinds |= {"nothing"} if not layout else set()
-            for name, held in layout.items():
-                rows = len(full[name]) if full[name].ndim else 1
-                holders = sum(other.get(name) == held for other in found)
-                kinds |= {"empty"} if held[0] == held[1] and rows else set()
-                kinds |= {"cut"} if 0 < held[1] - held[0] < rows else set()
-                kinds |= {"shared"} if holders > 1 and held[1] > held[0] else set()
-    assert kinds == {"nothing", "empty", "cut", "shared"}
-
-
-def held_by(num_ranks: int, where: Callable[[int, int], list[tuple[int, int, int]]]) -> list[list[Piece]]:
-    """12 tensors of very different sizes; ``where(n, rows)`` gives (rank, start, rows) of the n-th."""
-    specs = [TensorSpec(f"t{n:02d}", "F32", (64 << (n % 5), 16 if n else 4096)) for n in range(12)]
-    held: list[list[Piece]] = [[] for _ in range(num_ranks)]
-    for n, spec in enumerate(specs):
-        for rank, start, rows in where(n, spec.num_rows):
-            held[rank].append(Piece(spec, start, rows))
-    return held
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "where"),
-    [
-        (2, lambda n, rows: [(r, 0, rows) for r in range(2)]),
-        (3, lambda n, rows: [(r, 0, rows) for r in range(3)]),
-        (4, lambda n, rows: [(r, r // 2 * rows // 2, rows // 2) for r in range(4)]),
-        (2, lambda n, rows: [(0, 0, rows), (1, 0, rows)] if n == 0 else [(n % 2, 0, rows)]),
-    ],
-    ids=["ddp 2", "ddp 3", "HSDP 2x2", "pipeline, tied"],
-)
-def test_ranks_write_equal_shares_in_long_runs(
-    num_ranks: int, where: Callable[[int, int], list[tuple[int, int, int]]]
-) -> None:
-    files = plan(held_by(num_ranks, where), "model")
-    shares = [sum(piece.num_bytes for piece in pieces) for pieces in files.writes]
-    total, largest_row = sum(spec.num_bytes for file in files.files for spec in file.specs), 4096 * 4
-    assert sum(shares) == total
-    assert max(shares) - min(shares) <= largest_row * num_ranks, shares
-    if "t00" in {piece.spec.name for piece in files.writes[1]} and num_ranks < 4:
-        runs = sum(len(pieces) for pieces in files.writes)
-        assert runs < 12 + num_ranks
-
-
-def test_a_rank_with_much_of_its_own_writes_less_of_what_all_hold() -> None:
-    own, shared = TensorSpec("own", "F32", (1000, 4)), TensorSpec("shared", "F32", (1000, 2))
-    held = [[Piece(own, 0, 1000), Piece(shared, 0, 1000)], [Piece(shared, 0, 1000)], [Piece(shared, 0, 1000)]]
-    writes = plan(held, "model").writes
-    assert [[(p.spec.name, p.rows) for p in pieces] for pieces in writes] == [
-        [("own", 1000)], [("shared", 500)], [("shared", 500)],
-    ]  # fmt: skip
-
-
 def bytes_written(root: str) -> int:
-    def written() -> int:
-        return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["wchar"])
-
     saver = saving.checkpointer(Path(root))
     weights = saving.rows({"embed": torch.ones(3 << 20), "small": torch.ones(1000)})
-    before = written()
+    before = saving.io_bytes("wchar")
     assert saving.save(saver, 1, model=weights, optimizer={})
-    return written() - before
+    return saving.io_bytes("wchar") - before
 
 
 def test_replicas_write_a_part_each(tmp_path: Path) -> None:
@@ -280,7 +205,7 @@ def after(root: str, what: str) -> tuple[list[Any], list[str], list[int], bool]:
     with logged() as messages:
         saving.save(saver, 1)
         saver.wait()
-        with WRONG[what]() as changes, patch.object(publish, "GRACE", 1.0), patch.object(saver, "_args", short):
+        with WRONG[what][0]() as changes, patch.object(publish, "GRACE", 1.0), patch.object(saver, "_args", short):
             started = time.monotonic()
             saving.save(saver, 2, **changes)
             for _ in range(5):
@@ -293,31 +218,15 @@ def after(root: str, what: str) -> tuple[list[Any], list[str], list[int], bool]:
 
 
 @contextmanager
-def full_disk_on(rank: int, limit: int) -> Iterator[dict[str, Any]]:
-    """RLIMIT_FSIZE makes real writes fail."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if dist.get_rank() == rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield {}
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+def full_disk_on(rank: int, limit: int, **changes: Any) -> Iterator[dict[str, Any]]:
+    with saving.full_disk(limit) if dist.get_rank() == rank else nullcontext():
+        yield changes
 
 
-@contextmanager
-def manifest_too_large_on_0() -> Iterator[dict[str, Any]]:
+def manifest_too_large_on_0() -> AbstractContextManager[dict[str, Any]]:
     """Rank 0 writes small files only, the manifest is the largest of them."""
-    held = rows_in({name: (0, len(t) if t.ndim else 1) for name, t in saving.tensors(2).items()}, saving.tensors(2))
-    with full_disk_on(0, 1000) as changes:
-        yield {**changes, "model": held if dist.get_rank() == 1 else {}, "optimizer": {}}
-
-
-@contextmanager
-def broken_tokenizer() -> Iterator[dict[str, Any]]:
-    def write(directory: Path) -> None:
-        raise ValueError("tokenizer is broken")
-
-    yield {"write_model_files": write}
+    held = saving.rows(saving.tensors(2)) if dist.get_rank() == 1 else {}
+    return full_disk_on(0, 1000, model=held, optimizer={})
 
 
 @contextmanager
@@ -338,28 +247,21 @@ def disk_hangs_on(rank: int, seconds: float) -> Iterator[dict[str, Any]]:
     dist.barrier()
 
 
-WRONG: dict[str, Callable[[], Any]] = {
-    "disk of 1 full": lambda: full_disk_on(1, 500),
-    "manifest": manifest_too_large_on_0,
-    "model files": broken_tokenizer,
-    "1 is slow": lambda: disk_hangs_on(1, 2.3),
-    "1 hangs": lambda: disk_hangs_on(1, 60),
-    "0 hangs": lambda: disk_hangs_on(0, 60),
+BROKEN = saving.failing(ValueError("tokenizer is broken"))
+LATE = "it took longer than save_timeout=2 seconds"
+WRONG: dict[str, tuple[Callable[[], AbstractContextManager[dict[str, Any]]], str]] = {
+    "disk of 1 full": (lambda: full_disk_on(1, 500), "rank 1: File too large"),
+    "manifest": (manifest_too_large_on_0, "File too large"),
+    "model files": (lambda: nullcontext({"write_model_files": BROKEN}), "ValueError: tokenizer is broken"),
+    "1 is slow": (lambda: disk_hangs_on(1, 2.3), f"rank 1: {LATE}"),
+    "1 hangs": (lambda: disk_hangs_on(1, 60), f"rank 1: {LATE}"),
+    "0 hangs": (lambda: disk_hangs_on(0, 60), f"rank 0: {LATE}"),
 }
 
 
-@pytest.mark.parametrize(
-    ("what", "why"),
-    [
-        ("disk of 1 full", "rank 1: File too large"),
-        ("manifest", "File too large"),
-        ("model files", "ValueError: tokenizer is broken"),
-        ("1 is slow", "rank 1: it took longer than save_timeout=2 seconds"),
-        ("1 hangs", "rank 1: it took longer than save_timeout=2 seconds"),
-        ("0 hangs", "rank 0: it took longer than save_timeout=2 seconds"),
-    ],
-)
-def test_a_failure_on_one_rank_is_known_to_all_and_the_next_save_works(what: str, why: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", WRONG)
+def test_a_failure_on_one_rank_is_known_to_all_and_the_next_save_works(what: str, tmp_path: Path) -> None:
+    why = WRONG[what][1]
     failures, messages, steps, trained = alike(run_ranks(3, after, str(tmp_path), what))
     assert failures == [(2, why)]
     assert messages == [
@@ -388,8 +290,8 @@ def saves_while_a_writer_hangs(root: str) -> tuple[list[Any], float]:
 def test_while_a_writer_hangs_saves_fail_at_once(tmp_path: Path) -> None:
     """Each would hold another copy of the state in memory."""
     for failures, took in run_ranks(2, saves_while_a_writer_hangs, str(tmp_path)):
-        late, stuck = "it took longer than save_timeout=2 seconds", "the writer of a save before still hangs"
-        assert failures == [(1, f"rank 1: {late}"), (2, f"rank 1: {stuck}"), (3, f"rank 1: {stuck}")]
+        stuck = "the writer of a save before still hangs"
+        assert failures == [(1, f"rank 1: {LATE}"), (2, f"rank 1: {stuck}"), (3, f"rank 1: {stuck}")]
         assert took < 2.0
     assert RunDir(tmp_path).checkpoint_steps() == [4]
 
@@ -467,20 +369,16 @@ def test_closing_asks_nobody(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-def loaded(root: str, level: Any) -> tuple[int | str | None, list[str], int]:
-    """(step or error, warnings, bytes read)"""
-
-    def read() -> int:
-        return int(dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())["rchar"])
-
-    group, before = cpu_group(), read()
+def loaded(root: str, level: Any, step: int | None = None) -> tuple[int | str | None, list[str], int]:
+    """(step or error, warnings, bytes read) of the newest valid one, or of the one that is named"""
+    run, group, before = RunDir(Path(root)), cpu_group(), saving.io_bytes("rchar")
     with logged() as messages:
         try:
-            reader = newest_valid(RunDir(Path(root)), level, group)
+            reader = newest_valid(run, level, group) if step is None else named(run.checkpoint(step), level, group)
             found: int | str | None = reader.step if reader else None
         except CheckpointError as error:
             found = str(error)
-    return found, messages, read() - before
+    return found, messages, saving.io_bytes("rchar") - before
 
 
 def spoil(path: Path, position: int = -1) -> None:
@@ -518,21 +416,13 @@ def test_errors_of_loading_are_equal_on_all_ranks(tmp_path: Path) -> None:
     assert "upgrade forgather" in alike([found for found, *_ in run_ranks(2, loaded, str(tmp_path), "full")])
 
 
-def named_ones(root: str, steps: list[int]) -> list[str]:
-    group, told = cpu_group(), []
-    for step in steps:
-        try:
-            told.append(str(named(RunDir(Path(root)).checkpoint(step), "full", group).step))
-        except CheckpointError as error:
-            told.append(str(error))
-    return told
-
-
 def test_a_named_checkpoint_is_verified_by_all(tmp_path: Path) -> None:
     run = saving.saved_run(tmp_path, 1, 2)
     spoil(run.checkpoint(2) / "model" / "model.safetensors")
-    whole, damaged, missing = alike(run_ranks(3, named_ones, str(tmp_path), [1, 2, 3]))
-    assert whole == "1"
+    whole, damaged, missing = (
+        alike([found for found, *_ in run_ranks(2, loaded, str(tmp_path), "full", step)]) for step in (1, 2, 3)
+    )
+    assert whole == 1
     assert "resume_from_checkpoint: " in damaged
     assert "model/model.safetensors has other content" in damaged
     assert "no such checkpoint directory" in missing
@@ -584,16 +474,12 @@ def test_groups_and_nodes_store_once_and_any_of_their_ranks_finds_it(tmp_path: P
         assert (own["rank"], own["t"].tolist()) == (rank, [rank] * 2)
         assert (group["group"], group["t"].tolist()) == (f"data{rank % 2}", [rank % 2] * 3)
         assert (node, everybody) == ({"node": rank // 2}, {"lr": 0.1})
-
-
-def test_with_other_ranks_and_nodes_only_what_is_theirs_is_restored(tmp_path: Path) -> None:
-    run_ranks(4, save_components, str(tmp_path))
+    # with other ranks and nodes only what is theirs
     for rank, (fresh, (own, group, node, everybody)) in enumerate(run_ranks(3, restore_shared, str(tmp_path), 3)):
         assert fresh == (["own", "node"] if rank == 2 else ["own"])
         assert own is None
         assert group["group"] == f"data{rank % 2}"
-        assert node == (None if rank == 2 else {"node": rank})
-        assert everybody == {"lr": 0.1}
+        assert (node, everybody) == (None if rank == 2 else {"node": rank}, {"lr": 0.1})
 
 
 def test_what_starts_fresh_is_one_line_unless_it_is_required(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

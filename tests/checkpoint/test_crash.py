@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -17,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import saving
 from crash_campaign import Campaign, Report, busy_cores, campaign
 from crash_check import Before, after_end, after_kill, checkpoint, compare, records
 from crash_draw import LAYOUTS, MAX_STEPS, STOPS, Instant, Kill, Plan, draw
@@ -190,7 +190,6 @@ def test_a_process_that_goes_on_is_found_though_it_has_lost_its_parent(tmp_path:
     stray = [sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"]
     environment = {**os.environ, MARK: str(tmp_path)}
     with subprocess.Popen(stray, env=environment, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         process.stdout.readline()
         with Job(tmp_path, ["--version"], {}, tmp_path / "output.txt") as job:
             job.process.wait(60)
@@ -220,7 +219,6 @@ def test_the_cores_of_a_busy_campaign_are_taken_until_it_ends_in_whatever_way() 
     holds = "from crash_campaign import busy_cores\nwith busy_cores() as others:\n"
     holds += " print(*(other.pid for other in others), flush=True)\n input()"
     with subprocess.Popen([sys.executable, "-c", holds], stdin=-1, stdout=-1, env=IMPORTABLE) as campaign_process:
-        assert campaign_process.stdout is not None
         pids = [int(pid) for pid in campaign_process.stdout.readline().split()]
         assert all(map(is_running, pids))
         campaign_process.kill()
@@ -299,14 +297,9 @@ def test_data_workers_end_by_a_sigterm_of_training_alone(context: str) -> None:
 
 
 def test_a_config_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with RunLock(tmp_path) as held:
         held.write(held.run.config, "max_steps: 3\n")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-        try:
-            with pytest.raises(SetupError, match="cannot be written"):
-                held.write(held.run.later_config(1), "max_steps: 3000\n")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with saving.full_disk(10), pytest.raises(SetupError, match="cannot be written"):
+            held.write(held.run.later_config(1), "max_steps: 3000\n")
         assert held.run.newest_config() == held.run.config
         assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.yaml"]

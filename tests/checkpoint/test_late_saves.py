@@ -20,7 +20,7 @@ import torch.distributed as dist
 from forks import fork
 from ranks import run_ranks
 
-from forgather_cli import Trainer, TrainerCallback, TrainingArguments
+from forgather_cli import TrainerCallback
 from forgather_cli.checkpoint import save
 from forgather_cli.run_dir import RunDir
 
@@ -61,12 +61,11 @@ def starved_low_priority() -> Iterator[None]:
         yield
 
 
-def lags(run: str, strategy: str = "single", starved: int = 0) -> list[int]:
+def lags(run: str, strategy: str = "single", starved: int = 0, max_steps: int = 40) -> list[int]:
     """Of a run that saves every 20 steps, while rank ``starved`` writes slowly."""
-    settings = {"max_steps": 40, "save_steps": 20, "per_device_train_batch_size": 4, "use_cpu": True}
+    settings = {"max_steps": max_steps, "save_steps": 20, "per_device_train_batch_size": 4, "save_strategy": "steps"}
     seen, rank = Lags(), dist.get_rank() if dist.is_initialized() else 0
-    args = TrainingArguments(run, **settings)
-    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(512), strategy=strategy, callbacks=[seen])
+    trainer = tiny.script(run, None, tiny.RandomTokens(512), strategy=strategy, callbacks=[seen], **settings)
     with patch.object(save, "PATIENCE", 0.2), starved_low_priority() if rank == starved else nullcontext():
         trainer.train()
     return seen.lags
@@ -74,7 +73,7 @@ def lags(run: str, strategy: str = "single", starved: int = 0) -> list[int]:
 
 def lags_of_an_ordinary_user(folder: str) -> None:
     if os.getuid() == 0:
-        lags(f"{folder}/imports")  # what is imported when it is used may lie where others cannot read
+        lags(f"{folder}/imports", max_steps=1)  # what is imported when it is used may lie where others cannot read
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     os.chdir(folder)

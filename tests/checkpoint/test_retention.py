@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -10,14 +13,19 @@ import pytest
 import saving
 from program import modules_after
 
-from forgather_cli.checkpoint.load import best_valid, newest_valid
+from forgather_cli.checkpoint.load import Reader, best_valid, newest_valid
 from forgather_cli.checkpoint.manifest import BestBy
 from forgather_cli.checkpoint.retention import (
     CheckpointInfo,
+    clean,
     deletable,
+    delete_abandoned,
     delete_checkpoints,
     list_checkpoints,
+    pending,
+    record,
 )
+from forgather_cli.checkpoint.rollbacks import Rollback
 from forgather_cli.run_dir import RunDir
 
 
@@ -118,6 +126,7 @@ def test_list_says_what_there_is(tmp_path: Path) -> None:
     assert [i.problem is None for i in found] == [True, True, False, True, False]
     assert found[2].problem == "state.json is missing"
     assert "no manifest.json" in (found[4].problem or "")
+    assert (found[4].world_size, found[4].rollbacks) == (0, 0)
     first = found[0]
     files = [p for p in first.path.rglob("*") if p.is_file()]
     assert first.size_bytes == sum(p.stat().st_size for p in files)
@@ -146,14 +155,77 @@ def test_the_best_is_verified_and_the_next_best_stands_in(tmp_path: Path, caplog
     assert any("step-00000002: is damaged: model/model.safetensors has " in line for line in told)
 
 
-def test_listing_and_verifying_do_not_import_torch(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 1)
+def test_what_no_version_until_now_has_written_is_not_deleted_with_what_a_rollback_has_left(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1, 2, 3, 4, 5)
+    (run.checkpoint(2) / "manifest.json").unlink()
+    (run.checkpoint(3) / "manifest.json").write_text('{"format": "forgather-checkpoint", "format_version": 7}')
+    saving.damage(run.checkpoint(4) / "manifest.json", saving.flip(0))
+    assert [info.foreign for info in list_checkpoints(run)] == [False, True, True, False, False]
+    assert not any(info.abandoned for info in list_checkpoints(run))
+    rollback = Rollback(1, "", "", 6, 1, 0, None, [0])
+    run.rollbacks.write_text(f"{json.dumps(asdict(rollback))}\n")
+    saving.save(saving.checkpointer(tmp_path), 6, info={"rollbacks": 1})
+    assert [info.abandoned for info in list_checkpoints(run)] == [False, True, True, True, True, False]
+    assert [info.usable for info in list_checkpoints(run)] == [True, False, False, False, False, True]
+    delete_abandoned(run)
+    assert (run.checkpoint_steps(), saving.debris(run)) == ([1, 2, 3, 6], [])
+
+
+def test_best_is_what_the_newest_rule_says(tmp_path: Path) -> None:
+    for step, metric in ((1, "loss"), (2, "loss"), (3, "eval_loss")):
+        saver = saving.checkpointer(tmp_path, metric_for_best_model=metric)
+        saving.save(saver, step, metrics={"loss": float(step), "eval_loss": 4.0 - step})
+    for rule, best in ((None, 3), (BestBy("loss", False), 1)):
+        assert [info.step for info in list_checkpoints(RunDir(tmp_path), rule) if info.best] == [best]
+
+
+def test_a_name_is_given_back_to_what_was_replaced_alone(tmp_path: Path) -> None:
+    clean(RunDir(tmp_path / "none"))
+    run = saving.saved_run(tmp_path, 1, 2)
+    run.checkpoint(1).rename(run.checkpoints / ".replaced-step-00000001-77.0")
+    for name in ("replaced-step-00000002", "replaced-trial", "tmp-step-00000003", "trash-step-00000004"):
+        (run.checkpoints / f".{name}-77.1" / "model").mkdir(parents=True)
+    (run.checkpoints / ".tmp-step-00000002-77.4").write_text("half a manifest")
+    (run.checkpoints / ".mine").write_text("not ours")
+    clean(run)
+    assert (run.checkpoint_steps(), saving.debris(run)) == ([1, 2], [".mine"])
+    saving.assert_content(Reader(run.checkpoint(1)), 1)
+    saving.assert_content(Reader(run.checkpoint(2)), 2)
+
+
+def test_a_deleted_checkpoint_has_lost_its_name_on_disk_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, seen = saving.saved_run(tmp_path, 1), []
+    monkeypatch.setattr(os, "fsync", lambda _: seen.append((run.checkpoint_steps(), len(saving.debris(run)))))
+    delete_checkpoints(list_checkpoints(run))
+    assert (seen, saving.debris(run)) == ([([], 1)], [])
+
+
+def test_an_edit_is_pending_until_the_next_start(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    assert record(None, {"a": 1}, {"settings": {"a": 0, "b": 2}}) == {
+        "edited": {"settings": {"a": 1, "b": 2}, "starts": 0}
+    }
+    assert pending(run) is None
+    saving.saved_run(tmp_path, 1)
+    assert pending(run) is None
+    saving.saved_run(tmp_path, 2, info=record(run, {"a": 1}, {}))
+    assert pending(run) == (run.checkpoint(2), {"a": 1})
+    for start in (1, 2):
+        run.later_config(start).touch()
+        assert pending(run) is None
+    saving.saved_run(tmp_path, 3, info=record(run, {"a": 3}, {}))
+    assert pending(run) == (run.checkpoint(3), {"a": 3})
+    run.later_config(3).touch()
+    assert pending(run) is None
+
+
+def test_listing_verifying_and_choosing_do_not_import_torch(tmp_path: Path) -> None:
+    saving.saved_run(tmp_path, 1)
     code = (
         "import sys, pathlib\n"
-        "from forgather_cli.checkpoint.manifest import read_manifest\n"
+        "from forgather_cli.checkpoint.choice import Manifest, RunDir, choose\n"
         "from forgather_cli.checkpoint.retention import list_checkpoints\n"
-        "from forgather_cli.run_dir import RunDir\n"
-        "(info,) = list_checkpoints(RunDir(pathlib.Path(sys.argv[1])))\n"
-        "assert read_manifest(info.path).problems(info.path, 'full') == []\n"
+        "run = RunDir(pathlib.Path(sys.argv[1]))\n"
+        "assert choose(run, Manifest.problems).path == list_checkpoints(run)[0].path\n"
     )
-    assert not {"torch", "numpy"} & modules_after(code, str(run.root))
+    assert not {"torch", "numpy"} & modules_after(code, str(tmp_path))

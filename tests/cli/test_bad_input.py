@@ -9,13 +9,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
-from program import Process, forgather
-from safetensors.torch import load_file, save_file
+from program import Process, Result, forgather, printed
+from saving import damage, flip
 
 from forgather_cli.config.schema import EVALUATED
 
@@ -24,59 +22,26 @@ SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4",
 SYNTHETIC = [*SMALL, "data=synthetic", "num_samples=64", "num_eval_samples=4"]
 TEXT = [*SMALL, "data=text", "data.files=[ok.txt]", "cache_dir=cache"]
 STEP_1, STEP_2 = "trained/checkpoints/step-00000001", "trained/checkpoints/step-00000002"
+WEIGHTS = "model/model.safetensors"
 
 MINE = """
 import errno
 from pathlib import Path
 
 import torch
-from torch import nn
+from users_parts import Rows
 
 
-class Net(nn.Module):
-    def __init__(self, vocab_size, width=16):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(vocab_size, width), nn.Linear(width, vocab_size)
-
-    def forward(self, input_ids):
-        return self.head(self.embedding(input_ids))
-
-
-class Rows:
-    def __init__(self, length, target=True):
-        self.length, self.target = length, target
-
-    def __len__(self):
-        return self.length
-
-    def __getitem__(self, index):
-        ids = torch.arange(8) + index
-        return {"input_ids": ids, "labels": ids if self.target else torch.full_like(ids, -100)}
-
-
-def data(length=64, target=True):
-    return {"train": Rows(length, target), "eval": Rows(4), "seq_len": 8, "tokenizer": "bytes"}
+def data(length=16):
+    return {"train": Rows(""), "eval": [Rows("")[0]] * 4, "seq_len": length, "tokenizer": "bytes"}
 
 
 def data_without_labels():
     return {"train": [{"input_ids": torch.arange(8)} for _ in range(64)], "seq_len": 8, "vocab_size": 257}
 
 
-def data_without_name():
-    return {"training": Rows(4)}
-
-
 def loss(logits, labels, factor=1.0):
-    return factor * nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-
-class Adam(torch.optim.Adam):
-    pass
-
-
-class Halving(torch.optim.lr_scheduler.StepLR):
-    def __init__(self, optimizer, every):
-        super().__init__(optimizer, every, 0.5)
+    return factor * torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 class Counts:
@@ -94,23 +59,6 @@ class Counts:
         self.steps = state["steps"]
 
 
-class Unsavable:
-    def state_dict(self):
-        return {"history": [1, object()]}
-
-
-class Picky:
-    def on_log(self, *args, **kwargs): pass
-
-    def __init__(self, every):
-        raise ValueError(f"every must be positive, got {every}")
-
-
-class Breaks:
-    def on_step_end(self, args, state, control, **kwargs):
-        raise KeyError("oops")
-
-
 class FillsTheDisk:
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 3:
@@ -123,15 +71,6 @@ class FillsTheDisk:
 """
 
 
-@dataclass
-class Result:
-    """What a command left: exit code, what it printed."""
-
-    code: int
-    out: str
-    err: str
-
-
 class Program:
     """Runs commands in this process, in a directory of their own."""
 
@@ -139,9 +78,7 @@ class Program:
         self._capsys = capsys
 
     def __call__(self, *words: str) -> Result:
-        self._capsys.readouterr()
-        code = forgather(*words)
-        return Result(code, *self._capsys.readouterr())
+        return printed(self._capsys, *words)
 
     def refuses(self, *words: str) -> str:
         """The one message of a command that exits with 2 and leaves the directory as it was."""
@@ -192,48 +129,10 @@ def trained(program: Program, run_of_two_steps: Path) -> Path:
 
 # ------------------------------------------------------------------------------------------------- config mistakes
 
-CONFIG_MISTAKES = {
-    "learning_rat=1": "learning_rat: unknown setting; did you mean learning_rate?",
-    "model.hiden_size=3": "model.hiden_size: unknown setting; did you mean model.hidden_size?",
-    "data.seq_len=x": "data.seq_len: must be a whole number, got 'x'",
-    "learning_rate=fast": "learning_rate: must be a number, got 'fast'",
-    "model=nanno": "model=nanno: no such option; did you mean nano?",
-    "trainer=dpp": "trainer=dpp: no such option; did you mean ddp?",
-    "trainer=pipeline nproc_per_node=1": "trainer: pipeline needs at least 2 ranks, got 1",
-    "n_microbatches=8": "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected",
-    "optimizer=adamw fuse_optim_with_backward=true": "could clip them; set max_grad_norm=null",
-    "eval_strategy=no eval_steps=5": "eval_steps: nothing reads it with eval_strategy=no; set eval_strategy=steps",
-    "resume_from_checkpoint=true overwrite_output_dir=true": (
-        "overwrite_output_dir: nothing reads it with resume_from_checkpoint=true"
-    ),
-    "model=pretrained": "model.path: required by model=pretrained; set model.path=...",
-    "+callbacks.mine.every=3": "callbacks.mine.every: unknown callback; One of your own needs callbacks.mine._target_",
-    "+callbacks.mine._target_=mine.Nothing": "callbacks.mine._target_: cannot import mine.Nothing (module mine has no",
-    "+callbacks.mine._target_=mine.Counts +callbacks.mine.pth=x": "callbacks.mine.pth: mine.Counts takes no such arg",
-    "data._target_=nowhere.data": "data._target_: cannot import nowhere.data (No module named 'nowhere')",
-    "data=text data._target_=mine.data": "data._target_: takes the place of data=text; leave one of them out",
-    "model._target_=mine.Net model.wdth=3": "model.wdth: mine.Net takes no such argument; did you mean width?",
-}
 
-
-@pytest.mark.parametrize("overrides", CONFIG_MISTAKES)
-def test_config_mistakes(program: Program, overrides: str) -> None:
-    message = program.refuses("train", *overrides.split(" "), "output_dir=run")
-    assert CONFIG_MISTAKES[overrides] in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ([*TEXT, "model.vocab_size=1000000000000"], "model.vocab_size=1000000000000"),
-        ([*TEXT, "num_hidden_layers=100000000"], "model.num_hidden_layers=100000000"),
-        ([*TEXT, "trainer=ddp", "nproc_per_node=2", "hidden_size=100000000"], "model.hidden_size=100000000"),
-    ],
-)
-def test_a_model_that_cannot_fit_is_refused_before_it_is_built(program: Program, words: list[str], name: str) -> None:
-    message = program.refuses("train", *words)
-    assert name in message.partition(": ")[0]
+def test_a_model_that_cannot_fit_is_refused_before_it_is_built(program: Program) -> None:
+    message = program.refuses("train", *TEXT, "num_hidden_layers=100000000")
+    assert "model.num_hidden_layers=100000000" in message.partition(": ")[0]
     assert "GiB" in message
 
 
@@ -262,98 +161,11 @@ def test_a_best_metric_that_no_evaluation_has(program: Program) -> None:
     assert {f"eval_{name}" for name in EVALUATED} == {name for name in names if name.startswith("eval_")}
 
 
-def write(path: str, text: str) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text)
-
-
-def test_unknown_keys_in_files_of_the_user_name_the_file(program: Program) -> None:
-    write("recipes/wrong.yaml", "# Wrong.\ndefaults: [train, _self_]\nlearning_rat: 1\n")
-    write("conf/model/wrong.yaml", "# Wrong.\ndefaults: [nano, _self_]\nhiden_size: 3\n")
-    message = program.refuses("train", "wrong")
-    assert "learning_rat: unknown setting in" in message
-    assert "recipes/wrong.yaml; did you mean learning_rate?" in message
-    message = program.refuses("train", "model=wrong")
-    assert "model.hiden_size: unknown setting in" in message
-    assert "conf/model/wrong.yaml; did you mean model.hidden_size?" in message
-
-
-def test_missing_recipes(program: Program) -> None:
-    assert program.refuses("train", "defalt").startswith(
-        "recipe defalt: no such recipe; did you mean default? Recipes:"
-    )
-    assert program.refuses("train", "./none.yaml").startswith("recipe ./none.yaml: no such file")
-    assert "--config-dir: no such directory" in program.refuses("train", "--config-dir", "nowhere")
-
-
-# ------------------------------------------------------------------------------------------------------------- data
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.files=[nope.txt]"], r"data\.files: no file matches 'nope\.txt' \(looked in .*\)"),
-        (["data.files=[empty.txt]"], r"data\.files: no text in 1 files \(.*empty\.txt\); they are empty"),
-        (["data.files=[short.txt]", "data.seq_len=512"],
-         r"data\.seq_len: 512 is longer than the training split of 5 tokens; set data\.seq_len=5 or less"),
-        (["data.files=[short.txt]", "packing=pad"], "global_batch_size: 4 sequences per step, but .* lower it"),
-        (["tokenizer=nowhere"], r"data\.tokenizer: no tokenizer\.json in 'nowhere'; give bytes, bpe or a directory"),
-        (["vocab_size=100"], r"model\.vocab_size: the tokenizer has 257 tokens, got 100; set model\.vocab_size=null"),
-    ],
-)  # fmt: skip
-def test_data_and_tokenizer(program: Program, overrides: list[str], message: str) -> None:
-    Path("empty.txt").touch()
-    Path("short.txt").write_text("short")
-    said = program.refuses("train", *TEXT, *overrides)
-    assert re.match(message, said), said
-    assert "\n" not in said
-
-
 def test_a_set_up_mistake_leaves_an_empty_directory_of_the_user_empty(program: Program) -> None:
     Path("run").mkdir()
     program.refuses("train", *SYNTHETIC, "model.vocab_size=100")
     assert list(Path("run").iterdir()) in ([], [Path("run/.lock")])
     assert program("train", *SYNTHETIC, "max_steps=1", "save_strategy=no").code == 0
-
-
-# ------------------------------------------------------------------------------------------------------ pretrained
-
-
-def damaged_model(source: Path, kind: str) -> None:
-    """The model directory ``source`` as ``model``, with something wrong."""
-    shutil.copytree(source, "model")
-    tensors, config = load_file(source / "model.safetensors"), json.loads((source / "config.json").read_text())
-    if kind == "missing":
-        tensors = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}
-    elif kind == "extra":
-        tensors["other.weight"] = torch.zeros(2)
-    elif kind == "shape":
-        tensors["model.norm.weight"] = torch.zeros(3)
-    else:
-        config |= {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-    save_file(tensors, "model/model.safetensors", {"format": "pt"})
-    Path("model/config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("missing", r"model\.path: model lacks 3 tensors \(model\.layers\.1\.mlp\.down_proj\.weight, .*; mend config"),
-        ("extra", r"model\.path: model has 1 tensor \(other\.weight\) too many, by its config\.json; mend config"),
-        (
-            "shape",
-            r"model\.path: model\.norm\.weight in model has shape \(3,\), expected \(64,\) by its config.*; mend",
-        ),
-        (
-            "architecture",
-            r"model\.path: .*config\.json: unsupported architecture 'GPT2LMHeadModel'; supported are Llama",
-        ),
-    ],
-)
-def test_pretrained_directories(program: Program, trained: Path, kind: str, message: str) -> None:
-    damaged_model(Path(STEP_2) / "model", kind)
-    said = program.refuses("train", *SYNTHETIC, "model=pretrained", "model.path=model")
-    assert re.match(message, said), said
 
 
 # ------------------------------------------------------------------------------------------------- the run directory
@@ -406,18 +218,6 @@ def test_a_run_whose_overwriting_was_killed_in_set_up_comes_back(
     assert contents() == before
 
 
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [
-        ("ok.txt/run", "output_dir: ok.txt/run cannot be created: Not a directory; make it writable or choose another"),
-        ("ok.txt", "output_dir: ok.txt cannot be created: File exists; make it writable or choose another one"),
-        ("/proc/run", "output_dir: /proc/run cannot be created: "),
-    ],
-)
-def test_directories_that_cannot_be_made(program: Program, where: str, message: str) -> None:
-    assert program.refuses("train", *SYNTHETIC, f"output_dir={where}").startswith(message)
-
-
 def test_resume_deletes_nothing_and_says_so(program: Program, trained: Path) -> None:
     said = program.refuses("resume", "trained", "overwrite_output_dir=true")
     assert said == "overwrite_output_dir: resume continues the run and deletes nothing; leave it out"
@@ -426,58 +226,16 @@ def test_resume_deletes_nothing_and_says_so(program: Program, trained: Path) -> 
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def flip_a_byte(checkpoint: str) -> None:
-    path = Path(checkpoint, "model/model.safetensors")
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-
-
-def change_manifest(checkpoint: str, **changes: object) -> None:
-    path = Path(checkpoint, "manifest.json")
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (
-            "damaged",
-            rf"{STEP_2}: is damaged: model/model.safetensors has other content .*; use {STEP_1}, the newest other",
-        ),
-        (
-            "foreign",
-            rf"{STEP_2}: not a Forgather checkpoint \(manifest\.json is of another program\); use {STEP_1}, ",
-        ),
-        ("newer", rf"{STEP_2}: has checkpoint format 99, this Forgather reads up to \d+; upgrade forgather to use it"),
-        ("empty", rf"{STEP_2}: not a Forgather checkpoint \(no manifest\.json\); use {STEP_1}, "),
-        ("gone", rf"{STEP_2}: no such checkpoint directory; trained has {STEP_1}$"),
-    ],
-)
-def test_a_checkpoint_that_is_named(program: Program, trained: Path, kind: str, message: str) -> None:
-    if kind == "damaged":
-        flip_a_byte(STEP_2)
-    elif kind == "foreign":
-        change_manifest(STEP_2, format="of-others")
-    elif kind == "newer":
-        change_manifest(STEP_2, format_version=99)
-    elif kind == "empty":
-        Path(STEP_2, "manifest.json").unlink()
-    else:
-        shutil.rmtree(STEP_2)
+def test_a_damaged_checkpoint_that_is_named(program: Program, trained: Path) -> None:
+    damage(Path(STEP_2, WEIGHTS), flip(-1))
     said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={STEP_2}")
-    assert re.match(f"resume_from_checkpoint: {message}", said), said
+    assert said.startswith(
+        f"resume_from_checkpoint: {STEP_2}: is damaged: model/model.safetensors has other content than was written"
+    )
+    assert f"use {STEP_1}, the newest other" in said
 
 
-@pytest.mark.parametrize(
-    "typed",
-    [
-        "trained/checkpoints/step-2",
-        "trained/step-00000002",
-        "trained/checkpoint/step-00000002",
-        "trained/checkpoints/x",
-    ],
-)
+@pytest.mark.parametrize("typed", ["trained/checkpoints/step-2", "trained/step-00000002", "trained/checkpoint/step-2"])
 def test_a_mistyped_checkpoint_is_told_those_there_are(program: Program, trained: Path, typed: str) -> None:
     said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={typed}")
     assert said == (f"resume_from_checkpoint: {typed}: no such checkpoint directory; trained has {STEP_1}, {STEP_2}")
@@ -486,67 +244,46 @@ def test_a_mistyped_checkpoint_is_told_those_there_are(program: Program, trained
 @pytest.mark.parametrize("typed", ["", "''", "' '"])
 def test_an_empty_name_of_a_checkpoint_is_a_mistake(program: Program, typed: str) -> None:
     said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={typed}")
-    assert re.match("resume_from_checkpoint: is empty; name a checkpoint", said)
+    assert said.startswith("resume_from_checkpoint: is empty; name a checkpoint")
 
 
-def test_a_run_directory_instead_of_a_checkpoint(program: Program, trained: Path) -> None:
-    said = program.refuses("train", *SYNTHETIC, "resume_from_checkpoint=trained")
-    assert "it is a run directory, its checkpoints are in checkpoints/" in said
-
-
-def test_the_newest_is_damaged(program: Program, trained: Path) -> None:
-    flip_a_byte(STEP_2)
+def test_a_damaged_newest_one_is_passed_over_and_without_another_refused(program: Program, trained: Path) -> None:
+    damage(Path(STEP_2, WEIGHTS), flip(-1))
     done = program("resume", "trained")
     assert done.code == 0
     assert f"{STEP_2}: is damaged: model/model.safetensors has other content" in done.err
     assert f"{STEP_1} is used" in done.err
+    damage(Path(STEP_1, WEIGHTS), flip(-1))
+    damage(Path(STEP_2, WEIGHTS), flip(-1))
+    head, *lines = program.refuses("resume", "trained", "max_steps=3").splitlines()
+    assert head.endswith("left in trained; start afresh with forgather train ... overwrite_output_dir=true")
+    assert [line.split(":")[0].strip() for line in lines] == [STEP_2, STEP_1]
 
 
-def test_all_are_damaged(program: Program, trained: Path) -> None:
-    flip_a_byte(STEP_1)
-    flip_a_byte(STEP_2)
-    for words in (["resume", "trained"], ["train", *SYNTHETIC, "output_dir=trained", "resume_from_checkpoint=true"]):
-        head, *lines = program.refuses(*words, "max_steps=3").splitlines()
-        assert head == (
-            "no usable checkpoint is left in trained; start afresh with forgather train ... overwrite_output_dir=true"
-        )
-        assert [line.split(":")[0].strip() for line in lines] == [STEP_2, STEP_1]
-
-
-def test_one_of_a_newer_format_is_not_passed_over(program: Program, trained: Path) -> None:
-    change_manifest(STEP_2, format_version=99)
-    assert "upgrade forgather" in program.refuses("resume", "trained", "max_steps=3")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "lines"),
-    [
-        (["hidden_size=32"], [
-            "model.hidden_size: the checkpoint has 64, this run 32; change it back, or leave model and optimizer out "
-            "of resume_components"]),
-        (["hidden_size=32", "num_hidden_layers=1"], [
-            "model.hidden_size: the checkpoint has 64, this run 32;",
-            "model.num_hidden_layers: the checkpoint has 2, this run 1;"]),
-        (["data.seq_len=32"], [
-            "data.seq_len: the checkpoint has 16, this run 32; change it back, or leave data out of resume"]),
-        (["seed=7"], ["data: the samples are not those of the checkpoint (fingerprint "]),
+CHANGED = {
+    "hidden_size=32 num_hidden_layers=1": [
+        "model.hidden_size: the checkpoint has 64, this run 32; change it back, or leave model and optimizer out of "
+        "resume_components",
+        "model.num_hidden_layers: the checkpoint has 2, this run 1;",
     ],
-)  # fmt: skip
-def test_resume_with_another_shape_or_other_data(
-    program: Program, trained: Path, overrides: list[str], lines: list[str]
-) -> None:
-    starts = [["resume", "trained"], ["train", *SYNTHETIC, "save_steps=1", f"resume_from_checkpoint={STEP_2}"]]
-    for words in starts:
-        head, *said = program.refuses(*words, "max_steps=3", *overrides).splitlines()
-        assert head == f"cannot resume from {STEP_2}:"
-        assert len(said) == len(lines), said
-        assert all(line.startswith(start) for line, start in zip(said, lines, strict=True)), said
+    "data.seq_len=32": ["data.seq_len: the checkpoint has 16, this run 32; change it back, or leave data out of"],
+    "seed=7": ["data: the samples are not those of the checkpoint (fingerprint "],
+    "data=text data.files=[ok.txt] cache_dir=cache data.seq_len=16": [
+        "data: the checkpoint has 'synthetic', this run 'text'; change it back, or leave data out"
+    ],
+}
 
 
-def test_resume_with_another_kind_of_data(program: Program, trained: Path) -> None:
-    words = ["data=text", "data.files=[ok.txt]", "cache_dir=cache", "data.seq_len=16"]
-    [_, line] = program.refuses("resume", "trained", "max_steps=3", *words).splitlines()
-    assert line.startswith("data: the checkpoint has 'synthetic', this run 'text'; change it back, or leave data out")
+def test_resume_with_another_shape_or_other_data(program: Program, trained: Path) -> None:
+    for overrides, lines in CHANGED.items():
+        starts = [["resume", "trained"]]
+        if overrides.startswith("hidden_size"):
+            starts += [["train", *SYNTHETIC, "save_steps=1", f"resume_from_checkpoint={STEP_2}"]]
+        for words in starts:
+            head, *said = program.refuses(*words, "max_steps=3", *overrides.split()).splitlines()
+            assert head == f"cannot resume from {STEP_2}:"
+            assert len(said) == len(lines), said
+            assert all(line.startswith(start) for line, start in zip(said, lines, strict=True)), said
 
 
 def test_resume_with_another_tokenizer_packing_or_text(program: Program) -> None:
@@ -601,18 +338,12 @@ def test_moments_of_another_shape_are_not_listed_by_the_hundred(program: Program
 
 
 def test_parts_of_the_user_by_target(program: Program) -> None:
-    done = program(
-        "train", *SMALL[:1], *SMALL[2:], "model._target_=mine.Net", "model.width=8", "data._target_=mine.data",
-        "optimizer._target_=mine.Adam", "optimizer.betas=[0.5,0.6]", "lr_scheduler._target_=mine.Halving",
-        "lr_scheduler.every=1", "loss._target_=mine.loss", "loss.factor=2.0", "+callbacks.mine._target_=mine.Counts",
-    )  # fmt: skip
-    assert "model._target_: takes the place of model=nano" in done.err  # which SMALL chooses
     words = [word for word in SMALL if not word.startswith(("model=", "seq_len="))]
-    done = program(
-        "train", *words, "model._target_=mine.Net", "model.width=8", "data._target_=mine.data",
-        "optimizer._target_=mine.Adam", "optimizer.betas=[0.5,0.6]", "lr_scheduler._target_=mine.Halving",
-        "lr_scheduler.every=1", "loss._target_=mine.loss", "loss.factor=2.0", "+callbacks.mine._target_=mine.Counts",
-    )  # fmt: skip
+    words += ["model._target_=users_parts.Words", "model.width=8", "data._target_=mine.data", "loss._target_=mine.loss",
+              "loss.factor=2.0", "optimizer._target_=torch.optim.Adam", "optimizer.betas=[0.5,0.6]",
+              "lr_scheduler._target_=torch.optim.lr_scheduler.StepLR", "lr_scheduler.step_size=1",
+              "lr_scheduler.gamma=0.5", "+callbacks.mine._target_=mine.Counts"]  # fmt: skip
+    done = program("train", *words)
     assert done.code == 0, done.err
     records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
     rates = [record["learning_rate"] for record in records if "learning_rate" in record]
@@ -630,73 +361,22 @@ def test_a_run_goes_on_and_is_evaluated_from_any_directory(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [*TEXT, "max_steps=2", "+callbacks.mine._target_=mine.Counts"]
-    done = program("train", *words)
-    assert done.code == 0, done.err
+    assert program("train", *words).code == 0
     run = Path("run").resolve()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    done = program("eval", str(run))
-    assert done.code == 0, done.err
+    assert program("eval", str(run)).code == 0
     monkeypatch.delitem(sys.modules, "mine", raising=False)
-    done = program("resume", str(run), "max_steps=4")
-    assert done.code == 0, done.err
+    assert program("resume", str(run), "max_steps=4").code == 0
     assert "files:\n  - ok.txt" in (run / "config.1.yaml").read_text(), "as it was written"
     assert list(elsewhere.iterdir()) == []
 
 
-def test_options_and_recipes_of_the_user(program: Program) -> None:
-    write("conf/model/mine.yaml", "# Mine.\n_target_: mine.Net\nwidth: 8\n")
-    write("conf/optimizer/mine.yaml", "# Mine.\n_target_: mine.Adam\n")
-    write("conf/callbacks/mine.yaml", "# Mine.\ndefaults: [minimal, _self_]\ncounts: {_target_: mine.Counts}\n")
-    write(
-        "recipes/mine.yaml",
-        "# Mine.\ndefaults:\n  - train\n  - override model: mine\n  - override optimizer: mine\n"
-        "  - override callbacks: mine\n  - _self_\nloss: {_target_: mine.loss, factor: 3.0}\nmax_steps: 2\n"
-        "global_batch_size: 4\ndata: {_target_: mine.data, length: 32}\n",
-    )
-    done = program("train", "mine", "device=cpu", "output_dir=run")
-    assert done.code == 0, done.err
-    assert Path("counted.txt").read_text() == "2"
-    assert "width: 8" in Path("run/config.yaml").read_text()
-    assert "# Mine." in Path("run/origin.yaml").read_text()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("+callbacks.mine._target_=mine.Unsavable",
-         "callbacks.state['mine']['history'][1]: cannot store a value of type object in a checkpoint; use dict, list"),
-        ("data._target_=mine.data_without_labels", "a training batch has no 'labels' (its keys: input_ids); add them"),
-        ("data._target_=mine.data_without_name", "data._target_: mine.data_without_name returned a mapping without"),
-        ("model._target_=fractions.Fraction", "model._target_: fractions.Fraction must return an nn.Module, got Fract"),
-    ],
-)  # fmt: skip
-def test_parts_of_the_user_that_do_not_fit(program: Program, overrides: str, message: str) -> None:
-    words = overrides.split()
-    replaced = words[0].partition("._target_=")[0]
-    own = [word for word in SYNTHETIC if not word.startswith(f"{replaced}=")]
-    if replaced == "data":
-        own = [word for word in own if not word.startswith(("seq_len", "num_"))]
-    assert program.refuses("train", *own, *words).startswith(message)
-
-
-def test_a_callback_that_raises_shows_its_traceback_and_exits_with_1(program: Program) -> None:
-    done = program("train", *SYNTHETIC, "+callbacks.mine._target_=mine.Breaks")
-    assert done.code == 1
-    assert 'raise KeyError("oops")' in done.err
-
-    assert done.err.index("error: callback mine failed in on_step_end: KeyError: 'oops'") < done.err.index("Traceback")
-    assert done.err.splitlines()[-1] == "KeyError: 'oops'"
-    assert json.loads(Path("run/exit.json").read_text())["code"] == 1
-
-
-def test_batches_without_targets_are_warned_of_once(program: Program) -> None:
-    words = [word for word in SMALL if not word.startswith("seq_len=")]
-    done = program("train", *words, "data._target_=mine.data", "data.target=false", "max_steps=3")
-    assert done.code == 0
-    assert done.err.count("has no targets (every label is -100)") == 1
-    assert "step 1 has no targets (every label is -100): its loss and gradient are 0; check labels" in done.err
+def test_a_model_of_the_user_that_is_none(program: Program) -> None:
+    own = [word for word in SYNTHETIC if not word.startswith("model=")]
+    said = program.refuses("train", *own, "model._target_=fractions.Fraction")
+    assert said.startswith("model._target_: fractions.Fraction must return an nn.Module, got Fract")
 
 
 # -------------------------------------------------------------------------------------------------------- a full disk
@@ -740,24 +420,31 @@ def on_small_disk(size: str, *runs: list[str]) -> Result:
 
 
 def can_mount() -> bool:
-    if shutil.which("unshare") is None:
-        return False
     command = ["unshare", "-Urm", "sh", "-c", "mount -t tmpfs tmpfs /mnt"]
-    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    return bool(shutil.which("unshare")) and subprocess.run(command, capture_output=True).returncode == 0
 
 
 needs_mount = pytest.mark.skipif(not can_mount(), reason="mounts a small disk, which is not allowed here")
 
 
 @needs_mount
-def test_a_disk_too_small_for_one_checkpoint_is_found_before_the_first_step(program: Program) -> None:
-    done = on_small_disk("1200k", ["train", *SYNTHETIC, "precision=fp32"])
-    assert done.code == 2
-    assert re.search(
-        r"(?m)^error: output_dir: one checkpoint needs 1\.68 MB, run/checkpoints has 1\.2\d MB free; free some space, "
-        r"or set output_dir to another disk$",
-        done.err,
-    )
+@pytest.mark.parametrize(
+    ("size", "said"),
+    [
+        (
+            "1200k",
+            r"one checkpoint needs 1\.68 MB, run/checkpoints has 1\.2\d MB free; free some space, or set",
+        ),
+        ("16k", ""),
+    ],
+)
+def test_a_disk_too_small_is_found_before_the_first_step_and_nothing_is_left(
+    program: Program, size: str, said: str
+) -> None:
+    done = on_small_disk(size, ["train", *SYNTHETIC, "precision=fp32"])
+    assert done.code == 2, done.err
+    assert "Traceback" not in done.err
+    assert re.search(rf"(?m)^error: output_dir: {said}", done.err)
     assert done.out == ""
 
 
@@ -769,15 +456,6 @@ def test_a_save_makes_room_by_what_retention_would_delete_and_so_does_a_resume(p
     assert done.code == 0, done.err
     assert "was not saved" not in done.err
     assert re.findall(r"(?m)^run/checkpoints/step-(\d+)$", done.out) == ["00000005", "00000006", "00000007"]
-
-
-@needs_mount
-def test_a_disk_that_is_full_from_the_start_is_one_message_and_leaves_nothing(program: Program) -> None:
-    done = on_small_disk("16k", ["train", *SYNTHETIC, "precision=fp32"])
-    assert done.code == 2, done.err
-    assert "Traceback" not in done.err
-    assert any(line.startswith("error: output_dir: ") for line in done.err.splitlines())
-    assert done.out == ""
 
 
 @needs_mount

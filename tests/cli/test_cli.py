@@ -2,40 +2,30 @@
 
 from __future__ import annotations
 
-import io
+import datetime
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from program import modules_after
+from program import SMALL, Result, modules_after, printed, write
+from saving import damage, flip, sign
 
+from forgather_cli import __version__
 from forgather_cli.cli import app
 from forgather_cli.config.load import load_config
 from forgather_cli.launch.start import launch
-from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import summarize
 from forgather_cli.worker import work
-
-SMALL = ["model=nano", "precision=fp32",
-         "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
-         "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
-
-
-class Result:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-    def json(self) -> Any:
-        return json.loads(self.out)
-
 
 Forgather = Callable[..., Result]
 
@@ -45,16 +35,7 @@ def forgather(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     """Runs the program's main in this process, in an empty directory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TERMINAL_WIDTH", "120")
-
-    def run(*words: str) -> Result:
-        monkeypatch.setattr(sys, "argv", ["forgather", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            app.main()
-        captured = capsys.readouterr()
-        return Result(int(ended.value.code or 0), captured.out, captured.err)
-
-    return run
+    return partial(printed, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +73,7 @@ def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path
                 "config recipes", "checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint average",
                 "checkpoint edit", "logs summary", "logs plot", "control list", "control status", "control cleanup",
                 "control save", "control abort", "runs list", "runs remove", "logs follow", "cache list", "cache prune",
-                "data show", "doctor"]  # fmt: skip
+                "data show", "doctor", "control"]  # fmt: skip
     helps = [["--help"], *([*command.split(), "--help"] for command in commands)]
     mistakes = [["train", "max_stepz=1", "trainer=dpp"], ["train", "nope"], ["resume", "nope"], ["eval", "nope"],
                 ["finalize", "nope", "x"], ["logs", "plot", str(trained), "--x", "steps"],
@@ -111,6 +92,8 @@ def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path
     assert loaded == [[]] * (len(codes) - 1) + [["numpy"]]  # matplotlib's
     assert codes == [0] * len(helps) + [2] * len(mistakes) + [1] * len(unknown) + [0] * len(looks)
     assert "model=nano" in done.stdout
+    assert "save_and_stop" in done.stdout  # control's help
+    assert f"forgather {__version__}\n" in done.stdout
 
 
 WITHOUT_COMPILER = WITHOUT_TORCH.replace("codes.append(ended.code)", "codes.append(ended.code or 0)").replace(
@@ -150,6 +133,7 @@ class Modules(TrainerCallback):
 """
 
 
+@pytest.mark.full  # three interpreters
 def test_two_ranks_and_their_launcher_import_what_they_use_alone(tmp_path: Path) -> None:
     """torch's compiler, with sympy, costs each as much as torch itself."""
     (tmp_path / "seen.py").write_text(MODULES)
@@ -176,17 +160,12 @@ def test_completion_offers_settings_options_and_recipes(
         assert done.err == ""
         return done.out.split()
 
-    assert complete("forgather train max_st") == ["max_steps="]
     assert complete("forgather data show max_st") == ["max_steps="]
     assert complete("forgather train trainer = ") == ["ddp", "fsdp2", "pipeline", "single"]
-    assert complete("forgather train model = 1") == ["160m", "1b"]
     assert "default" in complete("forgather train de")
     assert complete("forgather resume somewhere save_str") == ["save_strategy="]
-    assert complete("forgather resume somewhere trainer = d") == ["ddp"]
-    (tmp_path / "own/model").mkdir(parents=True)
-    (tmp_path / "own/model/zzz.yaml").write_text("type: decoder\n")
-    (tmp_path / "own/recipes").mkdir()
-    (tmp_path / "own/recipes/zebra.yaml").write_text("# mine\ndefaults: [train, _self_]\n")
+    for name, text in {"model/zzz": "type: decoder\n", "recipes/zebra": "# mine\ndefaults: [train, _self_]\n"}.items():
+        write(tmp_path / f"own/{name}.yaml", text)
     assert complete("forgather train model=z") == []
     assert complete("forgather train --config-dir own model=z") == ["model=zzz"]
     assert complete("forgather resume somewhere --config-dir own model = z") == ["zzz"]
@@ -197,61 +176,41 @@ def test_completion_offers_settings_options_and_recipes(
 
 
 def test_every_mistake_has_a_line_and_the_exit_code_is_2(forgather: Forgather) -> None:
-    done = forgather("train", "max_stepz=3", "n_microbatches=8", "learning_rate=fast", "model=nanno")
-    assert done.code == 2
-    assert done.out == ""
+    done = forgather("train", "learning_rat=1", "seq_len=x", "model=tinyy", "n_microbatches=8", "a b=1", "data=text")
+    assert (done.code, done.out) == (2, "")
     head, *lines = done.err.splitlines()
-    assert head == "error: 4 config mistakes"
-    assert len(lines) == 4
-    assert "Traceback" not in done.err
+    assert head == "error: 6 config mistakes"
+    names = ("a b", "data.files", "learning_rat", "model=tinyy", "n_microbatches", "seq_len")
+    assert all(line.startswith(f"  - {name}") for line, name in zip(sorted(lines), names, strict=True))
     assert list(Path().iterdir()) == []
 
 
-def test_one_mistake_is_one_line(forgather: Forgather) -> None:
-    done = forgather("train", "model=nanno")
-    assert done.code == 2
-    assert done.err.startswith("error: model=nanno: no such option; did you mean nano?")
-    assert done.err.count("\n") == 1
+MISTAKES = {
+    "train default again": "again: not an override; write key=value (the recipe is default)",
+    "resume run extra": "extra: not an override; write key=value",
+    "train --json": "--json: training prints no document",
+    "train --max_steps 10": "--max_steps: settings have no dashes; write max_steps=",
+    "config options modle": "modle: no such group; groups: model, data",
+    "eval .": ".: is no run (config.yaml), no checkpoint",
+    "checkpoint list nowhere": "nowhere: no such directory",
+    "checkpoint list .": ".: has no checkpoints",
+    "checkpoint verify .": "not a Forgather checkpoint",
+}
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["train", "default", "again"], "again: not an override; write key=value (the recipe is default)"),
-        (["resume", "run", "extra"], "extra: not an override; write key=value"),
-        (["train", "--json"], "--json: training prints no document"),
-        (["config", "options", "modle"], "modle: no such group; groups: model, data"),
-        (["eval", "."], ".: is no run (config.yaml), no checkpoint"),
-        (["generate", "nowhere", "--prompt", "x"], "nowhere: no such directory"),
-        (["logs", "summary", "nowhere"], "nowhere: no such directory"),
-        (["logs", "summary", "."], "has no metrics.jsonl"),
-        (["checkpoint", "list", "nowhere"], "nowhere: no such directory"),
-        (["checkpoint", "list", "."], ".: has no checkpoints"),
-        (["checkpoint", "verify", "."], "not a Forgather checkpoint"),
-    ],
-)
-def test_a_mistake_is_said_in_one_message(forgather: Forgather, words: list[str], message: str) -> None:
-    done = forgather(*words)
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_is_said_in_one_message(forgather: Forgather, words: str) -> None:
+    done = forgather(*words.split())
     assert done.code == 2
-    assert message in done.err
+    assert MISTAKES[words] in done.err
     assert "Traceback" not in done.err
 
 
-def test_a_setting_given_as_an_option_is_told_how_settings_are_written(forgather: Forgather) -> None:
-    done = forgather("train", "--max_steps", "10", "--learning-rate=3")
-    assert done.code == 2
-    assert "--max_steps: settings have no dashes; write max_steps=" in done.err
-    assert "--learning-rate: settings have no dashes; write learning_rate=" in done.err
-
-
 def test_names_take_dashes_and_underscores(forgather: Forgather, tmp_path: Path) -> None:
-    (tmp_path / "own" / "model").mkdir(parents=True)
-    (tmp_path / "own" / "model" / "wide.yaml").write_text("# Wide.\ndefaults: [decoder, _self_]\nhidden_size: 512\n")
-    shown = [
-        forgather("config", "show", option, "own", "model=wide", "--json")
-        for option in ("--config_dir", "--config-dir")
-    ]
-    assert [each.json()["model"]["hidden_size"] for each in shown] == [512, 512]
+    write(tmp_path / "own/model/wide.yaml", "# Wide.\ndefaults: [decoder, _self_]\nhidden_size: 512\n")
+    for option in ("--config_dir", "--config-dir"):
+        shown = forgather("config", "show", option, "own", "model=wide", "--json")
+        assert shown.json()["model"]["hidden_size"] == 512
 
 
 def test_config_show_is_what_a_run_would_get(forgather: Forgather) -> None:
@@ -263,29 +222,14 @@ def test_config_show_is_what_a_run_would_get(forgather: Forgather) -> None:
     assert {**tree, "output_dir": ""} == {**same, "output_dir": ""}
 
 
-def test_options_and_recipes_are_listed_with_descriptions(forgather: Forgather) -> None:
-    options = forgather("config", "options", "--json").json()
-    assert [each["name"] for each in options["trainer"]] == ["ddp", "fsdp2", "pipeline", "single"]
-    assert set(forgather("config", "options", "loss", "--json").json()) == {"loss"}
-    recipes = forgather("config", "recipes", "--json").json()
-    assert recipes[0]["name"] == "default"
-    everything = [*recipes, *(each for infos in options.values() for each in infos)]
-    assert all(each["description"] and Path(each["file"]).is_file() for each in everything)
-    table = forgather("config", "options").out
-    assert all(each["name"] in table for infos in options.values() for each in infos)
-
-
 def test_dry_run_shows_plan_and_command_then_the_config_and_writes_nothing(forgather: Forgather) -> None:
     done = forgather("train", *SMALL, "max_steps=3", "--dry-run")
     assert done.code == 0, done.err
-    assert "max_steps: 3" in done.out
-    assert "tokens per step" in done.out
-    assert "by the command  forgather train default model=nano" in done.out
-    order = [done.out.index(text) for text in ("tokens per step", "by the command", "max_steps: 3")]
+    shown = ("tokens per step", "by the command  forgather train default model=nano", "max_steps: 3")
+    order = [done.out.index(text) for text in shown]
     assert order == sorted(order)
     document = forgather("train", *SMALL, "max_steps=3", "--dry-run", "--json").json()
-    assert document["config"]["max_steps"] == 3
-    assert document["plan"]["steps"] == 3
+    assert document["config"]["max_steps"] == document["plan"]["steps"] == 3
     assert document["command"][:3] == ["forgather", "train", "default"]
     assert list(Path().iterdir()) == []
 
@@ -296,8 +240,7 @@ def test_dry_run_shows_plan_and_command_then_the_config_and_writes_nothing(forga
 def test_plan_counts_parameters_operations_and_bytes(forgather: Forgather) -> None:
     hidden, head_dim, layers, inner, vocab, seq_len = 64, 32, 2, 192, 257, 16
     words = ("optimizer=adamw", "max_steps=7", "gradient_accumulation_steps=2")
-    done = forgather("plan", *SMALL, *words, "--params", "--json")
-    plan = done.json()
+    plan = forgather("plan", *SMALL, *words, "--params", "--json").json()
     block = 4 * hidden * hidden + 3 * hidden * inner
     norms = (2 * layers + 1) * hidden + 2 * layers * head_dim
     total = 2 * vocab * hidden + layers * block + norms
@@ -320,24 +263,19 @@ def test_plan_counts_parameters_operations_and_bytes(forgather: Forgather) -> No
 def test_plan_tells_what_auto_will_be(forgather: Forgather) -> None:
     words = ["plan", *SMALL, "precision=auto", "max_steps=7"]
     plan = forgather(*words, "--json").json()
-    assert plan["precision"] in ("bf16", "fp32")
-    assert plan["auto_because"]
     assert re.search(
         rf"^ *precision +{plan['precision']} \(auto: {re.escape(plan['auto_because'])}\)", forgather(*words).out, re.M
     )
 
 
-def test_plan_of_other_optimizers_and_unknown_lengths(forgather: Forgather, tmp_path: Path) -> None:
+def test_plan_of_other_optimizers_and_lengths(forgather: Forgather, tmp_path: Path) -> None:
     muon = forgather("plan", *SMALL, "max_steps=1", "optimizer=muon", "--params", "--json").json()
     kinds = {(row["kind"], row["optimizer"]) for row in muon["parameters"]}
-    assert {
-        ("attention", "muon"),
-        ("mlp", "muon"),
-        ("embedding", "adamw"),
-        ("head", "adamw"),
-        ("norm", "adamw"),
-    } == kinds
+    by_muon, by_adamw = ("attention", "mlp"), ("embedding", "head", "norm")
+    assert kinds == {*((kind, "muon") for kind in by_muon), *((kind, "adamw") for kind in by_adamw)}
     assert forgather("plan", *SMALL, "optimizer=sgd", "--json").json()["optimizer_bytes"] == 0
+    epochs = forgather("plan", *SMALL, "max_steps=-1", "num_train_epochs=2.5", "--json").json()
+    assert epochs["steps"] == 2.5 * 64 / 4
     (tmp_path / "a.txt").write_text("some text " * 100)
     words = ["plan", "data=text", "data.files=[a.txt]", "cache_dir=cache", "max_steps=-1"]
     unknown = forgather(*words, "--json").json()
@@ -346,60 +284,7 @@ def test_plan_of_other_optimizers_and_unknown_lengths(forgather: Forgather, tmp_
     assert "not tokenized yet" in forgather(*words).out
 
 
-def test_epochs_become_steps_from_the_data(forgather: Forgather) -> None:
-    plan = forgather("plan", *SMALL, "max_steps=-1", "num_train_epochs=2.5", "--json").json()
-    assert plan["steps"] == 2.5 * 64 / 4
-
-
-@pytest.mark.parametrize(
-    "overrides", [[], ["gradient_checkpointing=true"], ["loss=linear_cross_entropy", "chunk_size=16"]]
-)
-def test_the_activation_estimate_is_near_what_autograd_keeps(overrides: list[str]) -> None:
-    import torch
-
-    from forgather_cli.loss import ModelWithLoss, build_loss
-    from forgather_cli.models.build import build_model
-    from forgather_cli.models.init import init_parameters
-    from forgather_cli.models.transform import apply_activation_checkpointing
-
-    config = load_config("default", [*SMALL, "seq_len=64", "per_device_train_batch_size=4", *overrides]).config
-    made = make_plan(config)
-    model = build_model(config.model, vocab_size=257, seq_len=64)
-    init_parameters(model, 0)
-    if config.gradient_checkpointing:
-        apply_activation_checkpointing(model)
-    parameters = {p.data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    tokens = torch.randint(0, 257, (4, 64))
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = ModelWithLoss(model, build_loss(config.loss))({"input_ids": tokens, "labels": tokens})
-    assert loss.requires_grad
-    activations = made.fullest.activations
-    assert activations is not None
-    # the estimate holds what the backward adds too: a recomputed layer, the gradient of the logits
-    assert 0.7 < activations / sum(kept.values()) < (6 if overrides else 1.5)
-
-
 # ---------------------------------------------------------------------------------------------- checkpoints and logs
-
-
-def test_checkpoint_list_marks_best_and_final(forgather: Forgather, trained: Path) -> None:
-    found = forgather("checkpoint", "list", str(trained), "--json").json()
-    assert [each["step"] for each in found] == [2, 4]
-    assert [each["final"] for each in found] == [False, True]
-    losses = [each["metrics"]["eval_loss"] for each in found]
-    assert [each["best"] for each in found] == [loss == min(losses) for loss in losses]
-    table = forgather("checkpoint", "list", str(trained)).out
-    assert "best" in table
-    assert "final" in table
-    assert f"{min(losses):.4f}" in table
 
 
 def test_checkpoint_inspect_shows_every_tensor(forgather: Forgather, trained: Path) -> None:
@@ -413,16 +298,27 @@ def test_checkpoint_inspect_shows_every_tensor(forgather: Forgather, trained: Pa
     assert "lm_head.weight" in forgather("checkpoint", "inspect", str(trained / "checkpoints/step-00000004")).out
 
 
-def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained: Path, tmp_path: Path) -> None:
-    import shutil
+def test_checkpoint_list_shows_local_time_and_the_loss_of_the_step(
+    forgather: Forgather, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = forgather("checkpoint", "list", str(trained), "--json").json()
+    assert [(each["step"], each["final"]) for each in found] == [(2, False), (4, True)]
+    best = min(each["metrics"]["eval_loss"] for each in found)
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "XYZ-9:30")  # 9.5 hours east of Greenwich, where nobody runs this
+        time.tzset()
+        table = forgather("checkpoint", "list", str(trained)).out
+    time.tzset()
+    there = datetime.datetime.fromisoformat(found[-1]["created"]) + datetime.timedelta(hours=9.5)
+    for word in (f"{there:%Y-%m-%d %H:%M:%S}", "step loss", "best", "final", f"{best:.4f}"):
+        assert word in table
 
+
+def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
     assert forgather("checkpoint", "verify", str(copy)).code == 0
-    weights = copy / "checkpoints/step-00000004/model/model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
+    damage(copy / "checkpoints/step-00000004/model/model.safetensors", flip(-1))
     done = forgather("checkpoint", "verify", str(copy))
     assert done.code == 1
     assert "step-00000002: ok" in done.out
@@ -430,10 +326,12 @@ def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained:
     checked = forgather("checkpoint", "verify", str(copy), "--json")
     assert checked.code == 1
     assert [each["valid"] for each in checked.json()] == [True, False]
-    (copy / "checkpoints/step-00000004/manifest.json").write_text("{")
-    said = forgather("checkpoint", "verify", str(copy / "checkpoints/step-00000004")).out
-    assert "step-00000004: damaged" in said
-    assert "manifest.json: cannot be read" in said
+    other = copy / "checkpoints/step-00000002"
+    sign(other, {**json.loads((other / "manifest.json").read_text()), "files": {}})
+    alone = forgather("checkpoint", "verify", str(other))
+    assert alone.code == 1
+    assert "step-00000002: damaged" in alone.out
+    assert "it names no files" in alone.out
 
 
 def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Path) -> None:
@@ -450,57 +348,10 @@ def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Pat
     assert both.count(f"{losses[-1]:.4f}") >= 2
 
 
-def test_a_summary_of_a_torn_log_and_of_a_broken_one(forgather: Forgather, tmp_path: Path) -> None:
+def test_a_summary_of_a_torn_log(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n{"step": 3, "lo')
     torn = summarize(RunDir(tmp_path))
     assert (torn.step, torn.first_loss, torn.last_loss, torn.state) == (2, 2.0, 2.0, "cut")
-    (tmp_path / "metrics.jsonl").write_text("nothing\n{}\n")
-    assert "metrics.jsonl:1: not a record" in forgather("logs", "summary", ".").err
-
-
-# ------------------------------------------------------------------------------------------------ eval and generate
-
-
-def test_eval_of_a_run_is_its_last_evaluation(forgather: Forgather, trained: Path) -> None:
-    records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
-    last = [record["eval_loss"] for record in records if "eval_loss" in record][-1]
-    done = forgather("eval", str(trained), "--json")
-    assert done.code == 0, done.err
-    assert done.json()["eval_loss"] == pytest.approx(last, rel=1e-5)
-    assert done.json()["step"] == 4
-    shown = forgather("eval", str(trained / "checkpoints/step-00000002")).out
-    assert "perplexity" in shown
-
-
-def test_eval_on_other_data_and_of_a_model_directory(forgather: Forgather, trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("some text of mine " * 200)
-    words = ["data=text", "data.files=[mine.txt]", "eval_fraction=0.5", "cache_dir=cache", "seq_len=16"]
-    run = forgather("eval", str(trained), *words, "--json")
-    assert run.code == 0, run.err
-    model = forgather("eval", str(trained / "checkpoints/step-00000004/model"), *words, "--json")
-    assert model.code == 0, model.err
-    assert model.json()["eval_loss"] == pytest.approx(run.json()["eval_loss"], rel=1e-5)
-    assert model.json()["eval_tokens"] == run.json()["eval_tokens"]
-    mistake = forgather("eval", str(trained), "data=txt")
-    assert mistake.code == 2
-    assert "data=txt: no such option" in mistake.err
-
-
-def test_generate_is_repeatable_and_streams_what_it_returns(
-    forgather: Forgather, trained: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["generate", str(trained), "--prompt", "def f(", "--max_new_tokens", "12", "--device", "cpu"]
-    greedy = forgather(*words, "--greedy", "--json")
-    assert greedy.code == 0, greedy.err
-    assert 1 <= greedy.json()["num_tokens"] <= 12
-    assert forgather(*words, "--greedy", "--json").json() == greedy.json()
-    first, second = (forgather(*words, "--seed", seed, "--json").json()["text"] for seed in ("1", "2"))
-    assert first != second
-    assert forgather(*words, "--seed", "1", "--json").json()["text"] == first
-    monkeypatch.setattr(sys, "stdin", io.StringIO("def f("))
-    piped = forgather("generate", str(trained), "--max-new-tokens", "12", "--device", "cpu", "--greedy", "--json")
-    assert piped.json() == greedy.json()
-    assert forgather(*words, "--greedy").out.startswith("def f(")
 
 
 INTERRUPTED = """
@@ -520,7 +371,7 @@ run()
 """
 
 
-@pytest.mark.parametrize("module", ["forgather_cli.cli.train", "hydra", "numpy._core.multiarray"])
+@pytest.mark.parametrize("module", ["forgather_cli.cli.train", "numpy._core.multiarray"])
 def test_ctrl_c_while_modules_are_imported_ends_the_command_without_a_word(module: str, tmp_path: Path) -> None:
     ended = subprocess.run([sys.executable, "-c", INTERRUPTED, module], cwd=tmp_path, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (-signal.SIGINT, "")

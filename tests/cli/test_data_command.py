@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import html.parser
-import json
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chats import write_lines
-from program import Process, forgather
+from program import document, printed, refusal, shown
 from terminal import Terminal
 
 pytestmark = pytest.mark.usefixtures("own_directory")
@@ -31,17 +27,8 @@ def _chats(tmp_path: Path) -> None:
     write_lines(tmp_path / "chats.jsonl", [*chats[:16], chat("16?", EVIL), *chats[17:]])
 
 
-def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
-    capsys.readouterr()
-    code = forgather(*words)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
 def test_json_is_one_document_of_samples_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = run(capsys, "data", "show", *CHATS, "--json", "--sample", "1", "--count", "2")
-    assert code == 0
-    found = json.loads(out)
+    found = document(capsys, "data", "show", *CHATS, "--sample", "1", "--count", "2")
     assert found.keys() == {"split", "seq_len", "samples"}
     assert (found["split"], found["seq_len"]) == ("train", 160)
     assert [sample["index"] for sample in found["samples"]] == [1, 2]
@@ -49,38 +36,20 @@ def test_json_is_one_document_of_samples_and_nothing_else(capsys: pytest.Capture
         assert sample.keys() == {"index", "source", "ids", "targets", "pieces", "documents"}
         assert len(sample["ids"]) == len(sample["targets"]) == len(sample["pieces"]) == len(sample["documents"]) == 160
         assert sample["source"].startswith(f"{tmp_path}/chats.jsonl:")
-    _, out, _ = run(capsys, "data", "show", *CHATS, "--json", "--split", "eval", "--from", "chats.jsonl")
-    assert json.loads(out)["split"] == "eval"
+    of_eval = document(capsys, "data", "show", *CHATS, "--split", "eval", "--from", "chats.jsonl")
+    assert of_eval["split"] == "eval"
 
 
 def test_without_colour_targets_stand_in_brackets_and_nothing_drives_the_terminal(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    code, out, _ = run(capsys, "data", "show", *CHATS, "packing=pad", "--from", "chats.jsonl:17")
-    assert code == 0
-    assert "\x1b" not in out
-    assert "\x07" not in out
-    assert "\u202e" not in out
-    shown = "a \\x1b[31mred\\x1b[0m\\x07 <b>&amp;</b> \\u202e'\" [x]"
-    assert f"<|im_start|>assistant\\n\n[{shown}<|im_end|>]" in out
-    assert "chats.jsonl:17" in out
-    assert "padding" in out
-    _, out, _ = run(capsys, "data", "show", *CHATS, "packing=pad", "--from", "chats.jsonl:9", "seq_len=100")
+    out = shown(capsys, "data", "show", *CHATS, "packing=pad", "--from", "chats.jsonl:17")
+    assert not {"\x1b", "\x07", "\u202e"} & {*out}
+    evil = "a \\x1b[31mred\\x1b[0m\\x07 <b>&amp;</b> \\u202e'\" [x]"
+    assert f"<|im_start|>assistant\\n\n[{evil}<|im_end|>]" in out
+    assert all(word in out for word in ("chats.jsonl:17", "padding"))
+    out = shown(capsys, "data", "show", *CHATS, "packing=pad", "--from", "chats.jsonl:9", "seq_len=100")
     assert re.search(r"cut: \d+ more tokens", out)
-
-
-def test_on_a_terminal_targets_are_coloured_and_lines_fit() -> None:
-    terminal = Terminal("data", "show", *CHATS, "--count", "2")
-    terminal.read_until(None)
-    assert terminal.close() == 0
-    coloured = re.findall(r"\x1b\[([\d;]+)m([^\x1b]*)", terminal.output)
-    targets = "".join(text for style, text in coloured if style in ("30;42", "1;30;42")).replace("\r\n", "")
-    assert "Yes, ü." in targets
-    assert "user" not in targets
-    assert "[Yes" not in terminal.output
-    lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.output).splitlines()
-    shown = lines[next(n for n, line in enumerate(lines) if line.startswith("sample 0")) :]
-    assert max(map(len, shown)) <= 80
 
 
 class Page(html.parser.HTMLParser):
@@ -111,8 +80,8 @@ def test_a_page_holds_every_token_for_light_and_dark_and_nothing_of_another_addr
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     words = ["data", "show", *CHATS, "packing=pad", "--from", "chats.jsonl:17"]
-    assert run(capsys, *words, "--html", "page.html")[:2] == (0, "page.html\n")
-    [sample] = json.loads(run(capsys, *words, "--json")[1])["samples"]
+    assert shown(capsys, *words, "--html", "page.html") == "page.html\n"
+    [sample] = document(capsys, *words)["samples"]
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
@@ -124,89 +93,46 @@ def test_a_page_holds_every_token_for_light_and_dark_and_nothing_of_another_addr
     assert not re.search(r">[<&]</span", text)  # of a token, as it stands
     real = sample["documents"].count(0)
     assert len(page.tokens) == real
-    for at, (attributes, shown) in enumerate(page.tokens):
+    for at, (attributes, token) in enumerate(page.tokens):
         told = re.fullmatch(r"id (\d+), position (\d+), (no )?target", attributes["title"] or "")
         assert told
         assert (int(told[1]), int(told[2]), told[3] is None) == (sample["ids"][at], at, sample["targets"][at])
         assert ("target" in (attributes.get("class") or "").split()) == sample["targets"][at]
-        assert shown.rstrip("\n") in (sample["pieces"][at], repr(sample["pieces"][at])[1:-1])
+        assert token.rstrip("\n") in (sample["pieces"][at], repr(sample["pieces"][at])[1:-1])
     # every colour of the light page has one for the dark
     light, dark = text.split("@media (prefers-color-scheme: dark)")
     assert set(re.findall(r"(--[\w-]+):", light)) == set(re.findall(r"(--[\w-]+):", dark.split("}")[0]))
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+MISTAKES = {
+    "--sample 99999": "--sample",
+    "--sample 0 --from chats.jsonl:1": "--from",
+    "--split evla": "eval",
+    "--from chat.jsonl:1": "chat.jsonl",
+    "--from chats.jsonl:99": "chats.jsonl:99",
+    "--split eval data.eval_fraction=0": "eval_fraction",
+    "--html nowhere/page.html": "--html",
+    "--html page.html --json": "--json",
+    "data.filez=[a]": "data.files",
+    "data.files=[none.jsonl]": "none.jsonl",
+}
 
 
-@pytest.mark.skipif(BROWSER is None, reason="needs chromium")
-def test_a_browser_shows_the_page(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    run(capsys, "data", "show", *CHATS, "--html", "page.html")
-    command = [
-        str(BROWSER),
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--dump-dom",
-        f"file://{tmp_path}/page.html",
-    ]
-    environment = {**os.environ, "TMPDIR": "/tmp"}  # its socket's path has a short limit
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert len(Page(done.stdout).tokens) > 100
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--sample", "99999"], "--sample"),
-        (["--sample", "0", "--from", "chats.jsonl:1"], "--from"),
-        (["--split", "evla"], "eval"),
-        (["--from", "chat.jsonl:1"], "chat.jsonl"),
-        (["--from", "chats.jsonl:99"], "chats.jsonl:99"),
-        (["--split", "eval", "data.eval_fraction=0"], "eval_fraction"),
-        (["--html", "nowhere/page.html"], "--html"),
-        (["--html", "page.html", "--json"], "--json"),
-        (["data.filez=[a]"], "data.files"),
-        (["data.files=[none.jsonl]"], "none.jsonl"),
-    ],
-)
-def test_a_mistake_is_one_line_that_names_it_and_2(
-    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out, err = run(capsys, "data", "show", *CHATS, *words)
-    assert (code, out) == (2, "")
-    [line] = [line for line in err.splitlines() if line.startswith("error")]
-    assert named in line
-
-
-def test_a_run_shows_what_it_trains_on(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["max_steps=1", "global_batch_size=2", "callbacks=minimal", "device=cpu", "precision=fp32", "seed=5"]
-    assert forgather("train", *CHATS, *small, "output_dir=run") == 0
-    _, of_run, _ = run(capsys, "data", "show", "run", "--json")
-    _, of_words, _ = run(capsys, "data", "show", *CHATS, "seed=5", "--json")
-    _, of_others, _ = run(capsys, "data", "show", *CHATS, "seed=6", "--json")
-    assert of_run == of_words != of_others
-
-
-def test_letters_that_an_encoding_lacks_are_replaced_on_a_terminal_and_kept_in_json() -> None:
-    words = ["data", "show", *CHATS, "--count", "1", "--from", "chats.jsonl:17"]
-    with Process(*words, env={"PYTHONIOENCODING": "ascii"}, cold=True) as shown:
-        assert shown.finish() == 0, shown.output
-    assert "assistant" in shown.output
-    with Process(*words, "--json", env={"PYTHONIOENCODING": "ascii"}, cold=True) as shown:
-        assert shown.finish() == 0, shown.output
-    [line] = [line for line in shown.lines if line.startswith("{")]
-    assert json.loads(line)["samples"]
+def test_a_mistake_is_one_line_that_names_it_and_2(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, named in MISTAKES.items():
+        code, out, err = printed(capsys, "data", "show", *CHATS, *words.split())
+        assert (code, out) == (2, ""), words
+        [line] = [line for line in err.splitlines() if line.startswith("error")]
+        assert named in line
+    plot = ["--plot", "lengths.txt"]
+    assert "--plot" in refusal(capsys, "data", "stats", "data=text", "data.files=[none.txt]", *plot)  # nothing is read
 
 
 # ------------------------------------------------------------------------------------------------- counts, and caches
 
 
 def test_stats_are_told_in_80_columns_and_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    code, out, _ = run(capsys, "data", "stats", *CHATS, "--json", "--plot", "lengths.svg")
-    assert code == 0
-    found = json.loads(out)
+    found = document(capsys, "data", "stats", *CHATS, "--plot", "lengths.svg")
     train = found["splits"]["train"]
     assert train["documents"] + found["splits"]["eval"]["documents"] == 30
     assert train["sources"][f"{tmp_path}/chats.jsonl"]["documents"] == train["documents"]
@@ -215,41 +141,33 @@ def test_stats_are_told_in_80_columns_and_as_json(capsys: pytest.CaptureFixture[
     terminal.read_until(None)
     assert terminal.close() == 0
     lines = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", terminal.output).replace("\r", "").splitlines()
-    shown = "\n".join(line for line in lines if not line.startswith("data.tokenizer"))
-    assert max(map(len, shown.splitlines())) <= 80
-    assert f"{train['targets']:,}" in shown
-    assert re.search(r"65 - 128 +\d+ +█", shown)
+    assert max(len(line) for line in lines if not line.startswith("data.tokenizer")) <= 80
+    assert f"{train['targets']:,}" in "\n".join(lines)
+    assert any(re.search(r"65 - 128 +\d+ +█", line) for line in lines)
 
 
-def test_a_name_that_no_picture_has_is_refused_before_anything_is_read(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = run(capsys, "data", "stats", "data=text", "data.files=[none.txt]", "--plot", "lengths.txt")
-    assert code == 2
-    assert "--plot" in err
+def test_build_makes_what_training_needs_and_a_second_one_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    def cached() -> dict[Path, int]:
+        return {path: path.stat().st_mtime_ns for path in Path("cache").rglob("*.bin")}
+
+    out = shown(capsys, "data", "build", *CHATS)
+    assert ("tokens" in out, "packings" in out) == (True, True)
+    before = cached()
+    assert {path.name.partition(".")[0] for path in before} == {"train", "eval"}
+    assert shown(capsys, "data", "build", *CHATS) == "everything is there already, in cache\n"
+    document(capsys, "data", "show", *CHATS, "--split", "eval")
+    assert cached() == before
+    assert "nothing to make" in shown(capsys, "data", "build", "data=synthetic")
 
 
-def test_build_makes_what_training_needs_and_a_second_one_nothing(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    code, out, _ = run(capsys, "data", "build", *CHATS)
-    assert code == 0
-    assert "tokens" in out
-    assert "packings" in out
-    cached = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")}
-    assert {path.name.partition(".")[0] for path in cached} == {"train", "eval"}
-    code, again, _ = run(capsys, "data", "build", *CHATS)
-    assert (code, again) == (0, f"everything is there already, in {Path('cache')}\n")
-    run(capsys, "data", "show", *CHATS, "--split", "eval", "--json")
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.bin")} == cached
-    assert "nothing to make" in run(capsys, "data", "build", "data=synthetic")[1]
-
-
-def test_a_run_on_chats_begins_with_its_first_targets_and_how_to_see_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_shows_what_it_trains_on_and_begins_with_its_first_targets(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["max_steps=1", "global_batch_size=2", "callbacks=minimal", "+callbacks.info={}", "device=cpu",
-             "precision=fp32", "save_strategy=no"]  # fmt: skip
-    code, out, _ = run(capsys, "train", *CHATS, *small, "output_dir=my run")
-    assert code == 0
-    _, shown, _ = run(capsys, "data", "show", "my run", "--json", "--count", "1")
-    [sample] = json.loads(shown)["samples"]
+             "precision=fp32", "seed=5"]  # fmt: skip
+    out = shown(capsys, "train", *CHATS, *small, "output_dir=my run")
+    sources = [["my run"], [*CHATS, "seed=5"], [*CHATS, "seed=6"]]
+    of_run, of_words, of_others = (document(capsys, "data", "show", *words) for words in sources)
+    assert of_run == of_words != of_others
+    sample = of_run["samples"][0]
     first = bytes(number for number, is_target in zip(sample["ids"], sample["targets"], strict=True) if is_target)
     [line] = [line for line in out.splitlines() if line.startswith("first_targets")]
     words = re.sub(r"[\[\] ]|^first_targets|\.\.\.$", "", line)

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
-from program import Process, forgather
+from program import Process, document, forgather, printed, shown
 from ranks import run_ranks
 from tiny import decoder
+from tokenizers import decoders, models
 
 from forgather_cli.cli.evaluate import config_to_evaluate
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
@@ -90,15 +94,7 @@ def launched(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 @pytest.fixture
 def evaluate(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
-    def call(*words: str) -> dict[str, Any]:
-        capsys.readouterr()
-        code = forgather("eval", *words, "--json")
-        printed = capsys.readouterr()
-        assert code == 0, printed.err
-        document: dict[str, Any] = json.loads(printed.out)
-        return document
-
-    return call
+    return partial(document, capsys, "eval")
 
 
 # ---------------------------------------------------------------------------------------------------------- the numbers
@@ -121,16 +117,9 @@ def by_transformers(directory: Path, text: str) -> dict[str, float]:
     return {"eval_loss": total / targets, "eval_accuracy": correct / targets, "eval_bits_per_byte": bits}
 
 
-def data_of_run(run: Path) -> list[str]:
-    """The run's data, for a model directory that knows nothing of it."""
-    from forgather_cli.config.decode import load_saved
-
-    data = load_saved(run / "config.yaml").data
-    files = [f"data.files={data.files}", f"data.eval_files={data.eval_files}"]  # type: ignore[union-attr]
-    return ["data=text", *files, f"seq_len={SEQ_LEN}", f"cache_dir={data.cache_dir}", "max_eval_samples=null"]  # type: ignore[union-attr]
-
-
-def test_the_numbers_are_those_of_transformers_and_of_training(run: Path, evaluate: Callable[..., Any]) -> None:
+def test_the_numbers_are_those_of_transformers_and_of_training(
+    run: Path, corpus: Path, evaluate: Callable[..., Any]
+) -> None:
     found = evaluate(str(run))
     model = run / "checkpoints/step-00000003/model"
     expected = by_transformers(model, TEXT + "<|endoftext|>" * (found["data"]["eval_tokens"] - len(TEXT.encode())))
@@ -144,7 +133,8 @@ def test_the_numbers_are_those_of_transformers_and_of_training(run: Path, evalua
     trained = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert found["eval_loss"] == pytest.approx(next(r["eval_loss"] for r in trained if "eval_loss" in r), rel=1e-6)
     assert (found["step"], found["ranks"], found["trainer"], found["precision"]) == (3, 1, "single", "fp32")
-    assert evaluate(str(model), *data_of_run(run))["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-6)
+    alone = evaluate(str(model), *data_of(corpus), f"seq_len={SEQ_LEN}", "max_eval_samples=null")
+    assert alone["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-6)
 
 
 def test_files_without_a_word_on_the_split_are_evaluated_whole(
@@ -152,8 +142,7 @@ def test_files_without_a_word_on_the_split_are_evaluated_whole(
 ) -> None:
     """Whatever the run evaluated, and however many samples of it."""
     own, size = f"files=[{corpus}/train.txt]", (corpus / "train.txt").stat().st_size
-    assert forgather("eval", str(run), own, "--output", "report.json") == 0
-    assert "all of data.files" in capsys.readouterr().out
+    assert "all of data.files" in shown(capsys, "eval", str(run), own, "--output", "report.json")
     found = json.loads(Path("report.json").read_text())
     assert found["data"]["eval_tokens"] == size + 1  # the end of the document
     assert found["eval_samples"] == -(-(size + 1) // SEQ_LEN)
@@ -243,22 +232,15 @@ def test_an_evaluation_counts_what_a_plain_comparison_counts() -> None:
 # ------------------------------------------------------------------------------------------------- bytes and tokenizers
 
 
-def test_tokens_know_their_bytes(tmp_path: Path) -> None:
+def test_tokens_know_their_bytes_where_their_text_is_made_of_them(tmp_path: Path) -> None:
     train_bpe([TEXT], 300, tmp_path / "bpe")
     bpe = FileTokenizer(tmp_path / "bpe")
     for tokenizer in (ByteTokenizer(), bpe):
         sizes = tokenizer.bytes_of_tokens()
-        assert sizes is not None
         assert len(sizes) == tokenizer.vocab_size
         assert sizes[tokenizer.encode(TEXT)].sum() == len(TEXT.encode())
         assert sizes[tokenizer.eos_token_id] == 0
     assert bpe.bytes_of_tokens().max() > 1
-
-
-def test_other_tokenizers_cannot_tell(tmp_path: Path) -> None:
-    import tokenizers
-    from tokenizers import decoders, models
-
     wordpiece = tokenizers.Tokenizer(models.WordPiece({"a": 0, "##b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     wordpiece.decoder = decoders.WordPiece()
     wordpiece.save(str(tmp_path / "tokenizer.json"))
@@ -283,33 +265,27 @@ def test_other_text_is_read_with_the_models_own_tokenizer(
 # ------------------------------------------------------------------------------------------------ mistakes and signals
 
 
-def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    capsys.readouterr()
-    assert forgather("eval", *words) == 2
-    return capsys.readouterr().err
+def test_mistakes_are_one_message(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*words: str) -> str:
+        code, _, told = printed(capsys, "eval", *words)
+        assert code == 2
+        return told
 
-
-def test_settings_that_nothing_reads_are_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, str(run), "max_steps=3", "hidden_size=64", "optimizer=sgd", "eval_steps=3")
+    told = refused(str(run), "max_steps=3", "hidden_size=64", "optimizer=sgd", "eval_steps=3")
     assert "4 config mistakes" in told
     assert "max_steps: nothing reads it in eval, which trains nothing; leave it out" in told
     assert "model.hidden_size: eval takes the model of SOURCE as it is; leave it out" in told
-    assert "max_stepz: unknown setting" in refused(capsys, str(run), "max_stepz=3")
-    model = str(run / "checkpoints/step-00000003/model")
-    assert "max_steps: nothing reads it" in refused(capsys, model, "max_steps=5")
-
-
-def test_other_mistakes_are_one_message(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = refused(capsys, str(run), "--output", "nowhere/report.json")
-    assert told.strip().endswith("name a file in a folder that exists and may be written")
-    assert "has no folder" in told
+    assert "max_stepz: unknown setting" in refused(str(run), "max_stepz=3")
+    assert "max_steps: nothing reads it" in refused(str(run / "checkpoints/step-00000003/model"), "max_steps=5")
+    told = refused(str(run), "--output", "nowhere/report.json")
+    assert re.search("has no folder.*; name a file in a folder that exists and may be written", told)
     several = ["trainer=ddp", "nnodes=2", "rdzv_endpoint=localhost:29500"]
-    assert "nnodes: eval runs on one machine, got 2; set nnodes=1" in refused(capsys, str(run), *several)
+    assert "nnodes: eval runs on one machine, got 2; set nnodes=1" in refused(str(run), *several)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert "eval: starts its ranks itself" in refused(capsys, str(run))
+    assert "eval: starts its ranks itself" in refused(str(run))
 
 
 def test_a_mistake_found_by_ranks_is_told_once_and_leaves_nothing(launched: dict[str, tuple[int, str, Path]]) -> None:

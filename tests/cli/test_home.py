@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import typer
-from program import forgather
+from program import SMALL, forgather
 
 from forgather_cli import TrainingArguments
 from forgather_cli.cli import app
@@ -64,15 +64,14 @@ WORDS = {
 }
 
 
-@pytest.mark.parametrize("words", WORDS)
-def test_words_of_the_command_line_and_of_a_saved_config(words: str) -> None:
+def test_words_of_the_command_line_and_of_a_saved_config() -> None:
     home = Path("home/x").resolve()
-    if "prompts" in words:
-        home.write_text("[a]\n")
-    loaded = load_config(None, shlex.split(words))
-    assert WORDS[words](loaded.config) == str(home)
-    Path("config.yaml").write_text(dump_saved(loaded.tree).replace(str(home), "~/x"))
-    assert WORDS[words](load_saved(Path("config.yaml"))) == str(home)
+    home.write_text("[a]\n")  # as a file of prompts
+    for words, setting in WORDS.items():
+        loaded = load_config(None, shlex.split(words))
+        assert setting(loaded.config) == str(home)
+        Path("config.yaml").write_text(dump_saved(loaded.tree).replace(str(home), "~/x"))
+        assert setting(load_saved(Path("config.yaml"))) == str(home)
 
 
 def test_what_is_nobodys_home_is_refused_and_what_is_no_path_stays() -> None:
@@ -105,42 +104,24 @@ def test_each_argument_of_each_command_expands_it() -> None:
                 continue
             seen += 1
             (param,) = (each for each in command.params if each.name == name)
-            option = param.param_type_name == "option"
-            value = param.opts[-1] if option else None
-            others = [
-                "x" for each in command.params
-                if each.param_type_name == "argument" and each.required and each.name != name
-            ]  # fmt: skip
-            words = [*([value] if value else []), "~/x"]
-            first = [each.name for each in command.params if each.param_type_name == "argument"]
-            order = [*words, *others] if option or first.index(name) == 0 else [*others, *words]
-            context = command.make_context("it", order, resilient_parsing=True)
-            got = context.params[name]
+            arguments = [each for each in command.params if each.param_type_name == "argument"]
+            words = ["~/x" if each is param else "x" for each in arguments if each is param or each.required]
+            if param not in arguments:
+                words += [param.opts[-1], "~/x"]
+            got = command.make_context("it", words, resilient_parsing=True).params[name]
             assert (got[0] if isinstance(got, list | tuple) else got) == Path("home/x").resolve(), (command.name, name)
     assert seen > 15
 
 
 def test_commands_find_what_lies_at_home(capfd: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "model=nano", "precision=fp32", "data=synthetic", "seq_len=16", "num_samples=64", "global_batch_size=4",
-        "callbacks=minimal", "max_steps=1", "device=cpu", "eval_strategy=no",
-    ]  # fmt: skip
+    words = [*SMALL, "max_steps=1", "eval_strategy=no"]
     recipe = Path("home/mine.yaml")
     recipe.write_text("defaults: [train, _self_]\noutput_dir: ~/run\n")
     assert forgather("train", "~/mine.yaml", *words) == 0
     assert sorted(os.listdir()) == ["home"]
     assert forgather("eval", "~/run", "--output=~/report.json") == 0
-    assert (
-        forgather(
-            "train",
-            "~/run",
-            *words,
-            "max_steps=2",
-            "output_dir=~/again",
-            "resume_from_checkpoint=~/run/checkpoints/step-00000001",
-        )
-        == 0
-    )
+    again = ["max_steps=2", "output_dir=~/again", "resume_from_checkpoint=~/run/checkpoints/step-00000001"]
+    assert forgather("train", "~/run", *words, *again) == 0
     assert forgather("config", "diff", "~/run", "~/mine.yaml") in (0, 1)
     assert {"run", "again", "report.json"} <= set(os.listdir("home"))
     assert sorted(os.listdir()) == ["home"]

@@ -18,22 +18,18 @@ SETTINGS = (
 
 
 def killed_after_save(words: tuple[str, ...], step: int, run: Path) -> None:
-    """Start a job and kill its launcher with SIGKILL once ``step`` is saved and another step is logged."""
+    """Start a job and kill its launcher with SIGKILL once ``step`` is saved and another step is logged.
+
+    Its ranks are killed with it; until they are gone they could still write.
+    """
     with Process(*words) as job:
         job.read_until(rf"checkpoint saved: .*step-0*{step}\b")
         job.process.kill()
         job.finish()
-    wait_for_ranks_to_end(run)
-
-
-def wait_for_ranks_to_end(run: Path) -> None:
-    """They are killed with their launcher; until they are gone they could still write."""
     deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if not any(str(run) in line for line in command_lines()):
-            return
+    while any(str(run) in line for line in command_lines()):
+        assert time.monotonic() < deadline, "ranks outlive their launcher"
         time.sleep(0.05)
-    raise AssertionError("ranks outlive their launcher")
 
 
 def command_lines() -> list[str]:

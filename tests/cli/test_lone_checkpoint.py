@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 import tiny
-from program import forgather, modules_after
+from program import document, forgather, modules_after, refusal
 from tiny import SHAPE
 
 from forgather_cli.config.load import load_config
@@ -50,9 +49,7 @@ def lone(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_resume_says_how_its_weights_are_trained_further(lone: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refused(path: Path) -> str:
-        capsys.readouterr()
-        assert forgather("resume", str(path)) == 2
-        return capsys.readouterr().err
+        return refusal(capsys, "resume", str(path))
 
     assert f"forgather train model.path={lone}" in refused(lone)
     assert "forgather resume" not in refused(lone)  # what lies two levels up is no run
@@ -68,11 +65,8 @@ def test_resume_says_how_its_weights_are_trained_further(lone: Path, capsys: pyt
 
 
 def test_eval_takes_it_as_its_model_directory(lone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def measured(*words: str) -> dict[str, Any]:
-        capsys.readouterr()
-        assert forgather("eval", *words, "data=text", "data.files=[corpus.txt]", "seq_len=32", "--json") == 0
-        report: dict[str, Any] = json.loads(capsys.readouterr().out)
-        return report
+    def measured(source: str) -> Any:
+        return document(capsys, "eval", source, "data=text", "data.files=[corpus.txt]", "seq_len=32")
 
     whole, model = measured(str(lone)), measured(str(lone / "model"))
     assert (whole["step"], model["step"]) == (2, None)
@@ -83,26 +77,18 @@ def test_eval_takes_it_as_its_model_directory(lone: Path, capsys: pytest.Capture
     (lone / "config.yaml").unlink()
 
 
-@pytest.mark.parametrize("layout", [[], ["trainer=ddp", "nproc_per_node=1"]], ids=["single", "ddp"])
-def test_training_goes_on_from_its_weights(lone: Path, tmp_path: Path, layout: list[str]) -> None:
-    for name, path in (("whole", lone), ("model", lone / "model")):
-        words = [f"model.path={path}", *AGAIN, *layout, f"output_dir={tmp_path / name}"]
-        assert forgather("train", *words) == 0
+def test_training_goes_on_from_its_weights(lone: Path, tmp_path: Path) -> None:
+    for name, start in {"whole": [f"model.path={lone}"], "model": [f"model.path={lone}/model"], "fresh": SMALL}.items():
+        assert forgather("train", *start, *AGAIN, f"output_dir={tmp_path / name}") == 0
     curve = tiny.training_curve(tmp_path / "whole")
-    assert curve == tiny.training_curve(tmp_path / "model")
-    assert forgather("train", *SMALL, *AGAIN, f"output_dir={tmp_path / 'fresh'}") == 0
-    assert curve != tiny.training_curve(tmp_path / "fresh")
+    assert curve == tiny.training_curve(tmp_path / "model") != tiny.training_curve(tmp_path / "fresh")
     log = (tmp_path / "whole/logs/rank-0.log").read_text()
     assert re.search(r"eval split +[\d,]+ tokens \(\d+\.\d\d% of all\)", log)
     assert forgather("resume", str(tmp_path / "whole"), "max_steps=3") == 0
 
 
 def test_plan_takes_it_and_an_encoder_decoder_begins_from_it(lone: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plans = []
-    for path in (lone, lone / "model"):
-        capsys.readouterr()
-        assert forgather("plan", f"model.path={path}", *AGAIN, "--json") == 0
-        plans.append(json.loads(capsys.readouterr().out))
+    plans = [document(capsys, "plan", f"model.path={path}", *AGAIN) for path in (lone, lone / "model")]
     assert plans[0] == plans[1]
     assert plans[0]["num_parameters"]
     config = load_config(None, ["model=qwen3_encdec", f"model.init_from={lone}", "data=ul2"]).config

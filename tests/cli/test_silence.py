@@ -8,7 +8,7 @@ from pathlib import Path
 
 import finalized
 import pytest
-from program import Process
+from program import SMALL, Process
 
 from forgather_cli.control import registry
 from forgather_cli.launch.job import Job
@@ -17,10 +17,7 @@ from forgather_cli.launch.place import Place
 from forgather_cli.launch.rendezvous import Rendezvous
 from forgather_cli.launch.supervise import Supervisor
 
-SMALL = [
-    "model=nano", "precision=fp32", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4",
-    "global_batch_size=4", "callbacks=minimal", "max_steps=2", "device=cpu", "output_dir=new",
-]  # fmt: skip
+NEW = [*SMALL, "max_steps=2", "output_dir=new"]
 COMMAND = """
 import sys, time
 from forgather_cli.terminal import bars
@@ -69,8 +66,8 @@ CASES = {
     "checkpoint edit run learning_rate=1": ("forgather_cli.checkpoint.edit", "reading and writing the state"),
     "logs slow run": ("forgather_cli.runs.slow", "reading the run"),
     "logs plot run": ("forgather_cli.pictures.curves", "drawing"),
-    f"train {' '.join(SMALL)}": ("forgather_cli.callbacks.build", "importing torch"),
-    f"train trainer=ddp nproc_per_node=2 {' '.join(SMALL)}": (
+    f"train {' '.join(NEW)}": ("forgather_cli.callbacks.build", "importing torch"),
+    f"train trainer=ddp nproc_per_node=2 {' '.join(NEW)}": (
         "forgather_cli.launch.agent", "importing torch to start the ranks",
     ),
 }  # fmt: skip
@@ -101,7 +98,7 @@ def slow():
 def test_slow_data_is_said(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     Path("mine.py").write_text(DATA)
-    words = SMALL if command == "train" else []
+    words = NEW if command == "train" else []
     own = [word for word in words if "=synth" not in word and "seq" not in word and "num_" not in word]
     with start(*command.split(), *own, "data._target_=mine.slow") as job:
         job.read_until(r"^reading the data \.\.\.$")
@@ -133,24 +130,22 @@ def test_a_second_node_says_where_it_waits(own_directory: None) -> None:
         port = probe.getsockname()[1]
         endpoint = f"localhost:{port}"
     where = ["trainer=ddp", "nnodes=2", "node_rank=1", "nproc_per_node=1", f"rdzv_endpoint={endpoint}"]
-    with start("train", *SMALL, *where) as node:
+    with start("train", *NEW, *where) as node:
         node.read_until(rf"^waiting for all 2 nodes at {endpoint} \.\.\.$")
     world = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    with start("train", *SMALL, "trainer=ddp", "nnodes=2", MASTER_PORT=str(port), **world) as node:
+    with start("train", *NEW, "trainer=ddp", "nnodes=2", MASTER_PORT=str(port), **world) as node:
         node.read_until(rf"^rank 1: waiting for rank 0 at {endpoint} \.\.\.$")
 
 
 def test_a_launcher_names_the_ranks_that_have_not_begun(tmp_path: Path) -> None:
-    layout = Layout(ranks_per_node=3, nodes=2, node=1, endpoint="there:1")
     with Job.create(node=1, nodes=2) as job:
-        launcher = Supervisor(layout, job, None, lambda status: None)
+        launcher = Supervisor(Layout(ranks_per_node=3, nodes=2, node=1, endpoint="there:1"), job, None, lambda _: None)
         assert "torch" in launcher._awaited()
         launcher._has_imported = True
         assert "there:1" in launcher._awaited()
-        job.attempt(0).write_pid(4)
-        assert "ranks 3, 5" in launcher._awaited()
-        job.attempt(0).write_pid(3)
-        assert "rank 5" in launcher._awaited()
+        for begun, awaited in ((4, "ranks 3, 5"), (3, "rank 5")):
+            job.attempt(0).write_pid(begun)
+            assert awaited in launcher._awaited()
         job.attempt(0).write_pid(5)
         assert launcher._absent() == []
 

@@ -19,6 +19,7 @@ import saving
 from logged import make_run
 from program import forgather
 from rich.console import RenderableType
+from terminal import Screen
 
 from forgather_cli.cli import diloco
 from forgather_cli.cli.output import console
@@ -94,13 +95,6 @@ def columns(text: str) -> dict[str, set[str]]:
     return found
 
 
-class Terminal80(io.StringIO):
-    """Of 80 columns, with TERM=dumb."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.fixture
 def output(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
     """Prints what a function prints, or a command, to a terminal of 80 columns or a pipe."""
@@ -147,9 +141,10 @@ def test_no_value_is_cut(command: str, output: Callable[..., str]) -> None:
             (run / "exit.json").write_text(json.dumps(
                 {"state": "done", "code": 0, "reason": "", "step": 20, "time": "2026-11-22T15:30:05+00:00"}
             ))  # fmt: skip
-    piped, narrow = output(io.StringIO(), *command.split()), output(Terminal80(), *command.split())
+    piped, narrow = output(io.StringIO(), *command.split()), output(Screen(), *command.split())
     assert [value for value in COMMANDS[command] if not any(value in line for line in piped.splitlines())] == []
     check(piped, narrow)
+    assert {*JOBS, *RUNS} & {*COMMANDS[command]} <= {*narrow.split()}, "which job and run it is, is never left out"
 
 
 def draw(table: Callable[[], RenderableType]) -> None:
@@ -164,73 +159,48 @@ def test_tables_that_are_redrawn_cut_no_value(output: Callable[..., str]) -> Non
               "received": 2**40, "sent": 2**40, "why": "waits for two", "workers": [worker, worker]}  # fmt: skip
     sweep = sweeps._Sweep(sweeps.plan_jobs("default", SWEEP_AGAIN.split()[1:-1], None), [], 2, [])
     for table in (partial(diloco._shown, status), sweep._table):
-        check(*(output(stream, of=partial(draw, table)) for stream in (io.StringIO(), Terminal80())))
+        check(*(output(stream, of=partial(draw, table)) for stream in (io.StringIO(), Screen())))
 
 
 @pytest.mark.parametrize("command", FACTS, ids=lambda command: "-".join(command.split()[:2]))
 def test_facts_fold(command: str, output: Callable[..., str]) -> None:
     """Numbers, such as bytes that are free, may be others the second time, and a terminal has colours."""
-    piped, narrow = (
-        re.sub(r"\x1b\[\d+m|[\d\s]", "", output(s, *command.split())) for s in (io.StringIO(), Terminal80())
-    )
+    piped, narrow = (re.sub(r"\x1b\[\d+m|[\d\s]", "", output(s, *command.split())) for s in (io.StringIO(), Screen()))
     assert narrow == piped
-
-
-def test_what_is_copied_stands_whole_at_80_columns(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(place)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(place / "config"))
-    monkeypatch.setenv("TERM", "dumb")
-    monkeypatch.setattr(sys, "stdout", screen := Terminal80())
-    assert forgather("control", "list") == 0
-    lines = [line.strip() for line in screen.getvalue().splitlines()]
-    assert {*JOBS, *RUNS} <= set(lines)
 
 
 LONG = f"{RUNS[0]}/or/another/that/lies/below"
 
 
-@pytest.mark.parametrize(
-    ("words", "whole"),
-    [
+def test_no_error_breaks_a_path_or_a_command(
+    place: Path, output: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(Path(SWEEP, "run"), [2.0])
+    again = ["train", "model=nano", "data=synthetic", "precision=fp32", f"output_dir={place}/{SWEEP}/run"]
+    for words, whole in (
         (["resume", LONG], f"{LONG}:"),
-        (
-            ["train", "model=nano", "data=synthetic", "precision=fp32", f"output_dir=ABSOLUTE/{SWEEP}/run"],
-            f"forgather resume {SWEEP}/run",
-        ),
-        (["train", "default", LONG], f"{LONG}:"),
+        (again, f"forgather resume {SWEEP}/run"),
         (["train", "modle=nano", "+trainre=ddp", f"data.flies=[{SWEEP}]"], "did you mean"),
         (["control", "save", RUNS[0]], f"forgather resume {RUNS[0]}"),
         (["checkpoint", "list", "one", LONG], LONG),
         (["checkpont"], "Did you mean"),
-    ],
-)
-def test_no_error_breaks_a_path_or_a_command(
-    words: list[str], whole: str, place: Path, output: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [word.replace("ABSOLUTE", str(place)) for word in words]
-    if whole.endswith("/run") and not Path(SWEEP, "run").exists():
-        make_run(Path(SWEEP, "run"), [2.0])
-    said = []
-    for stream in (io.StringIO(), Terminal80()):
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert forgather(*words) > 0
-        said.append(re.sub(r"\x1b\[[\d;]+m", "", stream.getvalue()))
-    assert "".join(said[0].split()).replace("-", "•") == "".join(said[1].split()).replace("-", "•")
-    for text in said:
-        lines = text.splitlines()
-        assert any(whole in line for line in lines), text
-        assert [line for line in lines if line != line.rstrip()] == []
-    wide = [line for line in lines if len(line) > 80]
-    assert [line for line in wide if len(line.split()) > 1 and not line.startswith("forgather ")] == []
+    ):
+        said = []
+        for stream in (io.StringIO(), Screen()):
+            monkeypatch.setattr(sys, "stderr", stream)
+            assert forgather(*words) > 0
+            said.append(re.sub(r"\x1b\[[\d;]+m", "", stream.getvalue()))
+        assert "".join(said[0].split()).replace("-", "•") == "".join(said[1].split()).replace("-", "•")
+        for text in said:
+            lines = text.splitlines()
+            assert any(whole in line for line in lines), text
+            assert [line for line in lines if line != line.rstrip()] == []
+        wide = [line for line in lines if len(line) > 80]
+        assert [line for line in wide if len(line.split()) > 1 and not line.startswith("forgather ")] == []
 
 
 def test_the_config_is_yaml_in_a_narrow_terminal_too(output: Callable[..., str]) -> None:
-    words = [
-        "config",
-        "show",
-        "output_dir=run",
-        "data=text",
-        f"data.files=[{LONG.replace('=', '-').replace(',', '-')}]",
-    ]
-    piped, narrow = (re.sub(r"\x1b\[[\d;]+m", "", output(s, *words)) for s in (io.StringIO(), Terminal80()))
+    files = f"data.files=[{LONG.replace('=', '-').replace(',', '-')}]"
+    words = ["config", "show", "output_dir=run", "data=text", files]
+    piped, narrow = (re.sub(r"\x1b\[[\d;]+m", "", output(s, *words)) for s in (io.StringIO(), Screen()))
     assert narrow == piped

@@ -6,28 +6,24 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 import yaml
 from omegaconf._utils import get_yaml_loader
+from program import write
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.decode import dump_tree
 from forgather_cli.config.diloco import load_server_settings
 from forgather_cli.config.load import load_config
 from forgather_cli.config.mistakes import ELSEWHERE
-from forgather_cli.config.options import GROUPS
+from forgather_cli.config.options import GROUPS, shipped
 from forgather_cli.config.paths import settings, walk
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import ConfigError
 
 Problems = Callable[..., list[str]]
-
-
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
 
 
 @pytest.fixture
@@ -47,16 +43,13 @@ TYPED_WRONG = {
     "learning_rat=1": "learning_rat: unknown setting; did you mean learning_rate?",
     "model.hiden_size=3": "model.hiden_size: unknown setting; did you mean model.hidden_size?",
     "top_k=3": "top_k: unknown setting; did you mean callbacks.textgen.top_k or ",
-    "qqq=3": "qqq: unknown setting; forgather config show lists all",
     "post_local_sgd.perod=3": "post_local_sgd.perod: unknown setting;",
     "callbacks.textgn.top_k=3": "callbacks.textgn.top_k: unknown callback; did you mean textgen?",
+    "+callbacks.mine.every=3": "callbacks.mine.every: unknown callback; One of your own needs callbacks.mine._target_",
     "model=tinyy": "model=tinyy: no such option; did you mean tiny? Options: decoder, nano,",
     "trainer=5": "trainer=5: no such option; Options: ddp, fsdp2, pipeline, single",
     "loss=null": "loss=null: no such option; Options: cross_entropy, ",
-    "n_microbatches=8": (
-        "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected; "
-        "choose trainer=pipeline or leave n_microbatches out"
-    ),
+    "n_microbatches=8": "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected",
     "files=[x]": "files: only data=text|tokens|instruct|ul2|seq2seq has this setting, but data=python_stdlib is",
     "beta2_decay=-1": "beta2_decay: only optimizer=adafactor has this setting, but optimizer=muon is selected",
     "trainer.type=ddp": "trainer.type: follows from the option; choose one with trainer=...",
@@ -64,11 +57,9 @@ TYPED_WRONG = {
     "seq_len=x": "seq_len: must be a whole number, got 'x'",
     "max_steps=10.0": "max_steps: must be a whole number, got 10.0; write max_steps=10",
     "max_eval_steps=0": "max_eval_steps: must be -1 or greater than 0, got 0",
-    "max_steps=-2": "max_steps: must be greater than or equal to -1, got -2",
     "per_device_train_batch_size=0": "per_device_train_batch_size: must be greater than 0, got 0",
     "learning_rate=big": "learning_rate: must be a number, got 'big'",
     "learning_rate=nan": "learning_rate: must be a finite number, got nan",
-    "learning_rate=null": "learning_rate: must be a number, got null",
     "torch_compile=on_gpu": "torch_compile: must be true or false, got 'on_gpu'",
     "eval_strategy=stps": "eval_strategy: must be no, steps or epoch, got 'stps'; did you mean steps?",
     "nproc_per_node=x": "nproc_per_node: must be a whole number or auto, got 'x'",
@@ -76,22 +67,11 @@ TYPED_WRONG = {
     "rdzv_id=5": "rdzv_id: must be text, got 5;",
     "betas=[0.1]": "betas: must have more values, got [0.1]; give 2 or more",
     "betas=[0.1,1.0]": "betas.1: must be less than 1, got 1.0",
-    "betas=[0.1,0.2,0.3]": "betas: must have 2 values, got [0.1, 0.2, 0.3]; give fewer",
     "betas=0.9": "betas: must be a list, got 0.9; write betas=[0.9,0.95]",
     "lr=1e-3": "lr: unknown setting; did you mean learning_rate?",
-    "batch_size=4": "batch_size: unknown setting; did you mean global_batch_size or per_device_train_batch_size?",
     "bf16=true": "bf16: unknown setting; did you mean precision=bf16?",
     "device=gpu": "device: must be auto, cpu, cuda, cuda:N (a number) or mps, got 'gpu'; set it to auto",
-    "hidden_size=65": (
-        "model.hidden_size: must be a multiple of model.num_attention_heads=4, got 65; set model.hidden_size=64 or 72"
-    ),
-    "hidden_size=12": (
-        "model.hidden_size: rotary embedding needs an even head size, got 12 / model.num_attention_heads=4 = 3; "
-        "set model.hidden_size=8 or 16"
-    ),
-    "num_key_value_heads=3": (
-        "model.num_key_value_heads: must divide model.num_attention_heads=4, got 3; set it to 1, 2 or 4"
-    ),
+    "hidden_size=12": "model.hidden_size: rotary embedding needs an even head size, got 12 / model.num_attention_heads",
     "head_dim=1": "model.head_dim: rotary embedding needs an even head size, got 1; set model.head_dim=2",
     "+optimizer.groups.x={regex: '('}": "optimizer.groups.x.regex: not a regular expression (missing ), unterminated",
     "+optimizer.groups.x={regex: a, settings: {weight_decey: 0}}": (
@@ -101,47 +81,30 @@ TYPED_WRONG = {
         "optimizer.groups.x.settings.nesterov: looks ahead along the momentum, got momentum=0; set momentum=0.9"
     ),
     "data=text": "data.files: required by data=text; set data.files=[...]",
-    "model=pretrained": "model.path: required by model=pretrained; set model.path=...",
     "logging_dir=${nothing}": "logging_dir: cannot be resolved",
-    "max_steps==3=4": "max_steps==3=4: not an override",
     "a b=1": "a b=1: not an override",
     "learning_rate=1,2": "learning_rate=1,2: several values; add -m",
-    "+callbacks.tensorboard.scalars.x={source: loss, transform: cube}": (
-        "callbacks.tensorboard.scalars.x.transform: unknown, got 'cube'; use one of exp, log"
-    ),
-    "+callbacks.tensorboard.scalars.x={}": "callbacks.tensorboard.scalars.x.source: must name a metric, got None",
-    "+callbacks.progress.step_columns.loss={fmt: .4q}": "callbacks.progress.step_columns.loss.fmt: not a format, got",
-    "+callbacks.progress.final_metrics.lss=null": "callbacks.progress.final_metrics.lss: there is no such column",
-    "lr_scheduler={_target_: torch.optim.lr_scheduler.StepLR, step: 3}": (
-        "lr_scheduler.step: torch.optim.lr_scheduler.StepLR takes no such argument; did you mean step_size? Arguments:"
-    ),
+    "lr_scheduler={_target_: torch.optim.lr_scheduler.StepLR, step: 3}": "lr_scheduler.step: torch.optim.lr_scheduler",
     "optimizer={type: sgd, momentum: 0.9}": "optimizer.type: follows from the option; choose it with optimizer=sgd,",
     "warmup_steps=10.5": "lr_scheduler.warmup_steps: must be whole steps, or below 1 a fraction of all, got 10.5",
     "warmup_steps=500": "warmup_steps: 500 steps are more than the run has, so learning_rate=0.005 is never reached",
     "+callbacks.x._target_=collections.OrderedDict": "callbacks.x._target_: is no callback, got collections.Ordered",
     "+callbacks.x._target_=os.path": "callbacks.x._target_: cannot import os.path (it is a module, no class",
+    "+callbacks.x={_target_: forgather_cli.callbacks.base.TrainerCallback, pth: x}": "callbacks.x.pth: forgather_cli.",
     "callbacks=none": "callbacks=none: no such option; remove it with ~callbacks;",
     "+callbacks.wandb={}": "callbacks.wandb: unknown callback; did you mean callbacks.trackers.names=[wandb]?",
-    "optimizer.lr=1": "optimizer.lr: unknown setting; did you mean learning_rate?",
     "model.n_layer=3": "model.n_layer: unknown setting; did you mean model.num_hidden_layers?",
-    "trainer.nproc_per_node=2": "trainer.nproc_per_node: unknown setting; did you mean nproc_per_node?",
     "+trackers.names=[a]": "trackers.names: unknown setting; did you mean callbacks.trackers.names?",
     "output_dir=": "output_dir: is empty; name a directory",
     "callbacks.textgen=false": "callbacks.textgen: must be a mapping of settings, got false; remove it with ~callbacks",
     "callbacks.textgen.generation_config={topk:1}": "callbacks.textgen.generation_config.topk: unknown setting; did",
-    "callbacks.textgen.generation_config={min_p:2}": "callbacks.textgen.generation_config.min_p: must be less than or",
-    "callbacks.textgen.generation_config={min_new_tokens:300}": (
-        "callbacks.textgen.generation_config.min_new_tokens: got 300, and max_new_tokens is 100"
-    ),
     "callbacks.textgen.prompts=[]": "callbacks.textgen.prompts: is empty; give texts or a YAML file",
-    "callbacks.textgen.prompts=no/such.yaml": "callbacks.textgen.prompts: no/such.yaml: cannot be read (No such file",
     "seed=range(3)": "seed=range(3): several values; add -m",
     "hydra.run.dir=x": "hydra.run.dir: Hydra's own settings have no effect here",
     "+max_steps=3": "+max_steps: is there already; leave the + out",
     "~nothing": "~nothing: nothing of that name to remove",
     "~max_steps=3": "~max_steps: is 400, not 3",
     "optimizer.groups.no_dcay.regex=x": "optimizer.groups.no_dcay.regex: nothing of that name there; write +optimizer",
-    "++callbacks.mine._target_=no_such_module.X": "callbacks.mine._target_: cannot import no_such_module.X (No module",
     "++callbacks.mine._target_=collections.Nothing": "callbacks.mine._target_: cannot import collections.Nothing (",
 }
 """One override -> how the one line begins that it is told in."""
@@ -156,11 +119,8 @@ def test_one_mistake_one_line(problems: Problems, override: str) -> None:
 
 
 def test_names_from_elsewhere_are_no_settings_of_ours_and_stand_for_some() -> None:
-    known = {
-        *settings(),
-        *GROUPS,
-        *(setting.leaf for path, setting in settings().items() if not path.startswith(("callbacks.", "diloco."))),
-    }
+    of_others = ("callbacks.", "diloco.")
+    known = {*settings(), *GROUPS, *(s.leaf for path, s in settings().items() if not path.startswith(of_others))}
     for name, meant in ELSEWHERE.items():
         assert name not in known, name
         assert set(meant.split(" or ")) <= known | {"callbacks.trackers", "trainer=fsdp2"}
@@ -190,9 +150,7 @@ def test_suggestions_are_the_same_words_mistyped_and_no_others(
     [
         (["data=txt", "data.files=[a]"], "data=txt", "text"),
         (["trainer=dpp", "trainer.comm_hook=x"], "trainer=dpp", "ddp"),
-        (["precision=bf61", "precision.x=1"], "precision=bf61", "bf16"),
         (["loss=ce", "loss.x=1"], "loss=ce", "cross_entropy"),
-        (["lr_scheduler=cosin", "lr_scheduler.x=1"], "lr_scheduler=cosin", "cosine"),
     ],
 )
 def test_a_mistyped_option_with_a_setting_of_it_is_one_mistake_beside_others(
@@ -206,14 +164,6 @@ def test_a_mistyped_option_with_a_setting_of_it_is_one_mistake_beside_others(
 
 def test_a_recipe_that_is_made_shorter_keeps_its_warmup(tmp_path: Path) -> None:
     assert load_config("default", ["max_steps=5"], cwd=tmp_path).config.lr_scheduler.warmup_steps == 20
-
-
-def test_all_mistakes_are_reported_at_once(problems: Problems) -> None:
-    overrides = ["learning_rat=1", "seq_len=x", "model=tinyy", "n_microbatches=8", "a b=1", "data=text"]
-    found = problems(*overrides)
-    assert len(found) == len(overrides)
-    for text in ("learning_rat", "seq_len", "model=tinyy", "n_microbatches", "a b", "data.files"):
-        assert any(problem.startswith(text) for problem in found), text
 
 
 def test_mistakes_in_a_recipe_name_the_file(problems: Problems, tmp_path: Path) -> None:
@@ -233,33 +183,25 @@ def test_mistakes_in_a_recipe_name_the_file(problems: Problems, tmp_path: Path) 
 
 def test_the_advice_for_a_text_gives_what_was_typed(problems: Problems, tmp_path: Path) -> None:
     """Hydra and YAML make numbers of 2023_09 and 1e5: as a name, another one is meant than their digits say."""
-    for typed in ("2023_09", "1e5", "1E5", "1_000", "1.50", "true", "TRUE", "inf"):
-        for name in ("output_dir", "job_id", "tokenizer", "resume_from_checkpoint"):
-            if (typed, name) in (("true", "resume_from_checkpoint"), ("TRUE", "resume_from_checkpoint")):
+    for typed in ("2023_09", "1E5", "1.50", "TRUE", "inf"):
+        for name in ("output_dir", "data.tokenizer", "resume_from_checkpoint"):
+            if name == "resume_from_checkpoint" and typed.lower() == "true":
                 continue
             (problem,) = problems(f"{name}={typed}")
-            advice = re.fullmatch(rf"{name}: must be .*text, got {re.escape(typed)}; write (.+)", problem)
-            assert advice, problem
-            assert advice[1] == f"""{name}="'{typed}'\""""
-            (word,) = shlex.split(advice[1])
-            loaded = load_config(None, [word, "++callbacks.control={}"], cwd=tmp_path)
-            assert dict(walk(loaded.tree))[loaded_path(name)] == typed
+            advice = f"""{name}="'{typed}'\""""
+            assert re.fullmatch(rf"{name}: must be .*text, got {re.escape(typed)}; write {re.escape(advice)}", problem)
+            assert dict(walk(load_config(None, shlex.split(advice), cwd=tmp_path).tree))[name] == typed
     assert problems("data=text", "files=[a,2023_09,1e5]", "text_key=1_0") == [
         "files.1: must be text, got 2023_09; write '2023_09' with the quotes",
         "files.2: must be text, got 1e5; write '1e5' with the quotes",
         """text_key: must be text, got 1_0; write text_key="'1_0'\"""",
     ]
-    assert "got 2023_09; write" in problems("data=text", "data={files:[a],text_key:2023_09}")[0]
     write(tmp_path / "conf/model/2023_09.yaml", "defaults: [nano]\n")
     assert problems("model=2023_09") == ["""model=2023_09: is read as 202309; write model="'2023_09'\""""]
     load_config(None, ["model='2023_09'"], cwd=tmp_path)
     assert problems("model=1e9")[0].startswith("model=1e9: no such option")
     with pytest.raises(ConfigError, match=r"""diloco\.host: must be text, got 1e5; write diloco\.host="'1e5'\""""):
         load_server_settings(["diloco.host=1e5"])
-
-
-def loaded_path(name: str) -> str:
-    return "data.tokenizer" if name == "tokenizer" else name
 
 
 def test_the_advice_for_a_text_gives_what_a_file_has(problems: Problems, tmp_path: Path) -> None:
@@ -271,16 +213,13 @@ def test_the_advice_for_a_text_gives_what_a_file_has(problems: Problems, tmp_pat
     )
     found = dict(problem.split(": ", 1) for problem in problems(recipe="mine"))
     typed = {"output_dir": "2023_09", "job_id": "0x10", "logging_dir": "no", "metric_for_best_model": "1:30",
-             "tokenizer": "010",
-             "data.eval_files.1": "1_0"}  # fmt: skip
-    for name, text in typed.items():
-        assert found.pop(name) == f"must be text, got {text} in {file}; write '{text}' with the quotes"
-        file.write_text(re.sub(rf"(?m)(: |- ){text}( |$)", rf"\1'{text}'\2", file.read_text()))
-    for name, text in {"data.files.0": "2023_09", "data.text_key": "1e5"}.items():
-        assert found.pop(name) == f"must be text, got {text} in {option}; write '{text}' with the quotes"
+             "tokenizer": "010", "data.eval_files.1": "1_0"}  # fmt: skip
+    of_option = {"data.files.0": "2023_09", "data.text_key": "1e5"}
+    for name, text in (typed | of_option).items():
+        at = option if name in of_option else file
+        assert found.pop(name) == f"must be text, got {text} in {at}; write '{text}' with the quotes"
+        at.write_text(re.sub(rf"(?m)(: |- |\[){text}( |$|\])", rf"\1'{text}'\2", at.read_text()))
     assert not found
-    text = option.read_text().replace("2023_09", "'2023_09'").replace("1e5", "'1e5'")
-    option.write_text(text)
     loaded = load_config("mine", ["++callbacks.control={}"], cwd=tmp_path)
     assert (loaded.config.output_dir, loaded.config.job_id, loaded.config.data.text_key) == ("2023_09", "0x10", "1e5")
     # what is shown is a recipe: it has the quotes that it needs
@@ -290,12 +229,15 @@ def test_the_advice_for_a_text_gives_what_a_file_has(problems: Problems, tmp_pat
 
 def test_mistakes_in_a_users_option_name_the_file(problems: Problems, tmp_path: Path) -> None:
     file = write(tmp_path / "conf/model/own.yaml", "type: decoder\nhiden_size: 3\nnum_hidden_layers: x\n")
-    found = problems("model=own")
-    assert f"model.num_hidden_layers: must be a whole number, got 'x' in {file}" in found
-    assert f"model.hiden_size: unknown setting in {file}; did you mean model.hidden_size?" in found
-    write(tmp_path / "conf/model/own.yaml", "hidden_size: 3\n")
+    assert sorted(problems("model=own")) == [
+        f"model.hiden_size: unknown setting in {file}; did you mean model.hidden_size?",
+        f"model.num_hidden_layers: must be a whole number, got 'x' in {file}",
+    ]
+    write(file, "hidden_size: 3\n")
     types = "types: decoder, qwen3_encdec, pretrained, transformers"
     assert problems("model=own") == [f"model: an option names a _target_ or its type, got null in {file}; {types}"]
+    write(file, "type: decoder\nhidden_size: [\n")
+    assert re.search(r"own\.yaml.*line \d", problems("model=own")[0])
 
 
 @pytest.mark.parametrize(
@@ -325,11 +267,6 @@ def test_broken_recipes(problems: Problems, tmp_path: Path, text: str, message: 
         assert any(str(file) in problem for problem in found), found
 
 
-def test_broken_yaml_of_an_option_names_file_and_line(problems: Problems, tmp_path: Path) -> None:
-    write(tmp_path / "conf/model/own.yaml", "type: decoder\nhidden_size: [\n")
-    assert re.search(r"own\.yaml.*line \d", problems("model=own")[0])
-
-
 def test_missing_recipes(problems: Problems, tmp_path: Path) -> None:
     assert problems(recipe="defalt")[0].startswith("recipe defalt: no such recipe; did you mean default? Recipes:")
     assert problems(recipe="./no.yaml")[0].startswith("recipe ./no.yaml: no such file")
@@ -337,23 +274,17 @@ def test_missing_recipes(problems: Problems, tmp_path: Path) -> None:
 
 
 def test_replacing_a_shipped_file_is_refused_with_both_names(problems: Problems, tmp_path: Path) -> None:
-    from forgather_cli.config.options import shipped
-
     option = write(tmp_path / "conf/model/tiny.yaml", "type: decoder\n")
     recipe = write(tmp_path / "recipes/default.yaml", "defaults: [train]\n")
     found = problems()
-    assert any(p.startswith("model=tiny:") and str(option) in p and str(shipped("conf")) in p for p in found)
-    assert any(p.startswith("recipe default:") and str(recipe) in p and str(shipped("recipes")) in p for p in found)
+    for what, own, folder in (("model=tiny:", option, "conf"), ("recipe default:", recipe, "recipes")):
+        assert any(p.startswith(what) and str(own) in p and str(shipped(folder)) in p for p in found)
 
 
 def test_a_plain_copy_of_the_shipped_files_replaces_nothing(tmp_path: Path) -> None:
     """As in a checkout whose package is installed elsewhere."""
-    from shutil import copytree
-
-    from forgather_cli.config.options import shipped
-
-    copytree(shipped("conf"), tmp_path / "conf")
-    copytree(shipped("recipes"), tmp_path / "recipes")
+    for folder in ("conf", "recipes"):
+        copytree(shipped(folder), tmp_path / folder)
     assert load_config(None, [], cwd=tmp_path).config.recipe == "default"
 
 
@@ -374,9 +305,8 @@ def test_targets_are_bound_before_anything_starts(problems: Problems, tmp_path: 
     ]
     assert "RuntimeError: not today" in problems("model=broken")[0]
     own = "{regex: head, optimizer: {_target_: own_parts_k1.Opt, rho: 1, roh: 2}}"
-    assert problems(f"+optimizer.groups.head={own}")[0].startswith(
-        "optimizer.groups.head.optimizer.roh: own_parts_k1.Opt"
-    )
+    [found] = problems(f"+optimizer.groups.head={own}")
+    assert found.startswith("optimizer.groups.head.optimizer.roh: own_parts_k1.Opt")
 
 
 CONTRADICTIONS = {
@@ -388,7 +318,6 @@ CONTRADICTIONS = {
     "+optimizer.groups.h={regex: h, optimizer: {type: sgd}}": "groups.h",
     "fuse_optim_with_backward=true max_grad_norm=0": "choose optimizer=adamw",
     "fuse_optim_with_backward=true max_grad_norm=0 trainer=ddp": "not possible with trainer=ddp; choose trainer=single",
-    "fuse_optim_with_backward=true max_grad_norm=0 trainer=pipeline": "not possible with trainer=pipeline",
     "trainer=pipeline schedule=ZBVZeroBubble torch_compile=true": "torch_compile: compiled blocks get wrong gradients",
     "trainer=pipeline schedule=ZBVZeroBubble loss=liger": "loss: the kernels of liger have one backward",
     "loss=liger device=cpu": "loss: liger needs a CUDA GPU and Triton, got device=cpu; set loss=linear_cross_entropy",
@@ -396,8 +325,6 @@ CONTRADICTIONS = {
     "loss=cut_cross_entropy deterministic=true": "deterministic: the kernels of loss=cut_cross_entropy add up in any",
     "loss=cut_cross_entropy z_loss=0.1": "z_loss: only loss=cross_entropy|",
     "trainer=pipeline nproc_per_node=4 n_microbatches=2": "n_microbatches: schedule=1F1B with 4 stages needs at least",
-    "trainer=pipeline nproc_per_node=1": "trainer: pipeline needs at least 2 ranks, got 1",
-    "trainer=pipeline nproc_per_node=8 n_microbatches=8": "8 pipeline stages are more than num_hidden_layers=4",
     "trainer=pipeline schedule=DualPipeV nproc_per_node=2 n_microbatches=2": "DualPipeV with 4 stages needs at least",
     "trainer=pipeline schedule=InterleavedZeroBubble nproc_per_node=2 n_microbatches=5 global_batch_size=null "
     "per_device_train_batch_size=5": "n_microbatches: schedule=InterleavedZeroBubble on 2 ranks needs a multiple of 2",
@@ -410,7 +337,7 @@ CONTRADICTIONS = {
     "trainer=pipeline schedule=ZBVZeroBubble stages_per_rank=4": "runs exactly two stages per rank, got 4",
     "trainer=pipeline schedule=LoopedBFS stages_per_rank=1": "interleaves several stages per rank, got 1",
     "trainer=pipeline nproc_per_node=2 split=[1,1,2]": "split: names 3 stages, schedule and ranks make 2",
-    "trainer=pipeline nproc_per_node=2 split=[1,2]": "split: adds up to 3 layers, got num_hidden_layers=4",
+    "data=text data._target_=mine.data": "data._target_: takes the place of data=text; leave one of them out",
     "trainer=pipeline n_microbatches=3": "divisible by n_microbatches=3",
     "trainer=ddp nproc_per_node=3": "global_batch_size: 8 sequences cannot be shared evenly by 3 ranks; set global",
     "gradient_accumulation_steps=3": "gradient_accumulation_steps: 3 disagrees with global_batch_size=8",
@@ -430,19 +357,17 @@ CONTRADICTIONS = {
     "max_steps=-1 num_train_epochs=-1 data=hf data_files=[a.jsonl]": "num_train_epochs=-1 never ends on data=hf",
     "max_steps=-1 num_train_epochs=0": "num_train_epochs: must be above 0 with max_steps=-1, got 0",
     "max_steps=0": "max_steps: 0 trains nothing",
-    "trainer=ddp nnodes=2 node_rank=2": "node_rank: counts from 0 to nnodes-1, got 2 with nnodes=2",
+    "resume_from_checkpoint=true overwrite_output_dir=true": "nothing reads it with resume_from_checkpoint=true",
     "eval_strategy=no eval_steps=5": "eval_steps: nothing reads it with eval_strategy=no; set eval_strategy=steps",
     "logging_strategy=no logging_steps=5": "logging_steps: nothing reads it with logging_strategy=no",
     "gradient_checkpointing_every=2": "gradient_checkpointing_every: nothing reads it with gradient_checkpointing=",
     "save_strategy=best eval_strategy=no": "save_strategy: best saves after an evaluation, got eval_strategy=no; set e",
     "save_strategy=best data=synthetic num_eval_samples=0": "save_strategy: needs evaluations, got num_eval_samples=0",
     "save_strategy=best save_steps=5": "save_steps: nothing reads it with save_strategy=best",
-    "save_strategy=epoch save_steps=5": "save_steps: nothing reads it with save_strategy=epoch",
     "nproc_per_node=2": "nproc_per_node: nothing reads it with trainer=single; choose trainer=ddp, fsdp2 or pipeline",
     "replication_check=full": "replication_check: nothing reads it with trainer=single; choose trainer=ddp, fsdp2",
     "bpe_vocab_size=300": "bpe_vocab_size: nothing reads it with tokenizer=bytes; set tokenizer=bpe",
     "torch_compile_mode=default": "torch_compile_mode: nothing reads it with torch_compile=false",
-    "qk_norm=true mlp_bias=true": "model.qk_norm=true, model.mlp_bias=true: no Hugging Face architecture",
     "num_train_epochs=2": "num_train_epochs: nothing reads it with max_steps=400; set max_steps=-1",
     "optimizer=sgd nesterov=true": "nesterov: looks ahead along the momentum, got momentum=0; set momentum=0.9 or",
     "load_best_model_at_end=true data=synthetic num_eval_samples=0": "needs evaluations, got num_eval_samples=0, which",
@@ -450,9 +375,7 @@ CONTRADICTIONS = {
     "load_best_model_at_end=true data=hf dataset=x streaming=true": "needs evaluations, got streaming=true, which",
     "data=text files=[a] eval_files=[b] eval_fraction=0.1": "eval_fraction: nothing reads it with eval_files=[b];",
     "data=tokens files=[a] eval_files=[b] eval_fraction=0.1": "eval_fraction: nothing reads it with eval_files=[b]",
-    "data=instruct files=[a] eval_files=[b] eval_fraction=0.1": "eval_fraction: nothing reads it with eval_files=[b]",
     "trainer=pipeline nproc_per_node=2 split=[2,2] input_weight=2": "input_weight: nothing reads it with split=[2,2];",
-    "trainer=pipeline nproc_per_node=2 split=[2,2] output_weight=2": "output_weight: nothing reads it with split=[2,2]",
     "resume_components=[model]": "resume_components: nothing reads it with resume_from_checkpoint=false; set resume_",
     "ignore_data_skip=true": "ignore_data_skip: nothing reads it with resume_from_checkpoint=false; set resume_from",
     "lr_scheduler=infinite anneal_steps=5": "anneal_steps: nothing reads it with anneal_start_step=null; set anneal_",
@@ -463,17 +386,10 @@ CONTRADICTIONS = {
     "eval_strategy=no max_eval_steps=5": "max_eval_steps: nothing reads it with eval_strategy=no",
     "eval_strategy=no per_device_eval_batch_size=5": "per_device_eval_batch_size: nothing reads it with eval_strategy",
     "eval_strategy=no metric_for_best_model=eval_perplexity": "metric_for_best_model: nothing reads it with eval_strat",
-    "eval_strategy=no eval_on_save=true save_strategy=no max_eval_steps=5": "max_eval_steps: nothing reads it with",
     "data=synthetic num_eval_samples=0 eval_steps=5": "eval_steps: nothing reads it with num_eval_samples=0; set num_",
-    "eval_strategy=no +callbacks.early_stopping={patience: 1}": (
-        "callbacks.early_stopping: nothing reads it with eval_strategy=no; set eval_strategy=steps or leave callbacks."
-    ),
-    "callbacks.textgen.top_k=3 callbacks.textgen.generation_config.top_k=5": (
-        "callbacks.textgen.top_k: generation_config says it too, with top_k=5; take it out there or leave"
-    ),
-    "eval_strategy=no callbacks.textgen.top_k=5": (
-        "callbacks.textgen.top_k: nothing reads it with eval_strategy=no; set eval_strategy=steps, set callbacks."
-    ),
+    "eval_strategy=no +callbacks.early_stopping={patience: 1}": "callbacks.early_stopping: nothing reads it with eval_",
+    "callbacks.textgen.top_k=3 callbacks.textgen.generation_config.top_k=5": "top_k: generation_config says it too, ",
+    "eval_strategy=no callbacks.textgen.top_k=5": "callbacks.textgen.top_k: nothing reads it with eval_strategy=no;",
 }
 """Overrides -> what one of the problems holds; each of them says after a semicolon what to do."""
 
@@ -499,9 +415,7 @@ def test_a_setting_that_a_later_one_makes_void_is_no_mistake(problems: Problems,
     "overrides",
     [
         ["save_strategy=no"],  # the recipe sets save_steps
-        ["eval_strategy=no"],
         ["eval_strategy=no", "callbacks=full"],
-        ["eval_strategy=no", "callbacks=full", "callbacks.early_stopping=null", "callbacks.textgen=null"],
         ["eval_strategy=no", "eval_on_start=true", "max_eval_samples=5", "callbacks.textgen.top_k=5"],
         ["eval_strategy=no", "eval_on_save=true", "max_eval_steps=5", "+callbacks.early_stopping.patience=1"],
         ["eval_strategy=no", "callbacks.textgen.generation_steps=5"],
@@ -511,20 +425,15 @@ def test_a_setting_that_a_later_one_makes_void_is_no_mistake(problems: Problems,
         ["resume_from_checkpoint=a/path", "resume_components=[model]"],
         ["rope_scaling={rope_type: llama3, factor: 8, low_freq_factor: 2, original_max_position_embeddings: 64}"],
         ["optimizer=sgd", "nesterov=true", "momentum=0.9"],
-        ["device=mps"],
-        ["eval_strategy=epoch"],
-        ["tokenizer=bpe", "bpe_vocab_size=300"],
-        ["trainer=ddp", "nproc_per_node=2"],
+        ["device=mps", "eval_strategy=epoch", "tokenizer=bpe", "bpe_vocab_size=300", "load_best_model_at_end=true"],
         ["trainer=pipeline", "n_microbatches=8", "nproc_per_node=4"],
         ["trainer=pipeline", "schedule=ZBVZeroBubble", "nproc_per_node=2"],
         ["trainer=pipeline", "loss=liger", "nproc_per_node=2", "z_loss=0.1", "label_smoothing=0.1"],
         ["loss=cut_cross_entropy", "device=cuda", "precision=bf16"],
         ["loss=cut_cross_entropy", "device=cpu", "deterministic=true"],
         ["fuse_optim_with_backward=true", "max_grad_norm=null", "optimizer=adamw"],
-        ["load_best_model_at_end=true"],
         ["torch_compile=true", "activation_memory_budget=0.5"],
-        ["gradient_accumulation_steps=4"],
-        ["max_steps=-1", "num_train_epochs=2"],
+        ["gradient_accumulation_steps=4", "max_steps=-1", "num_train_epochs=2"],
         ["max_steps=-1", "num_train_epochs=-1", "data=hf", "data_files=[a.jsonl]", "streaming=true"],
     ],
 )
@@ -540,6 +449,7 @@ class TestBatchPlan:
         assert batch_plan(run, 2) == BatchPlan(48, 8, 3)
         assert batch_plan(run, 3) == BatchPlan(48, 8, 2)
         assert batch_plan(run, 1, multiple_of=6) == BatchPlan(48, 6, 8)
+        assert batch_plan(RunSettings(global_batch_size=11), 1) == BatchPlan(11, 1, 11)
 
     def test_without_it_the_parts_multiply(self) -> None:
         run = RunSettings(per_device_train_batch_size=4, gradient_accumulation_steps=3)
@@ -561,6 +471,18 @@ class TestBatchPlan:
                 1,
                 1,
                 ("gradient_accumulation_steps: 1", "global_batch_size=16", "per_device_train_batch_size=8"),
+            ),
+            (
+                RunSettings(global_batch_size=16, gradient_accumulation_steps=3),
+                1,
+                1,
+                ("gradient_accumulation_steps: 3",),
+            ),
+            (
+                RunSettings(global_batch_size=16, gradient_accumulation_steps=2),
+                1,
+                3,
+                ("gradient_accumulation_steps: 2",),
             ),
             (RunSettings(global_batch_size=14), 1, 4, ("global_batch_size: 14", "n_microbatches=4")),
             (RunSettings(), 1, 3, ("per_device_train_batch_size: 8", "n_microbatches=3", "6 or 9")),

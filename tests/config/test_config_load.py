@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from program import modules_after
+from program import write
 
 from forgather_cli import __version__
 from forgather_cli.cli.evaluate import config_to_evaluate
@@ -13,25 +13,16 @@ from forgather_cli.config.decode import decode, dump_saved, dump_tree, load_save
 from forgather_cli.config.load import load_config, load_resumed, reload_config
 from forgather_cli.config.schema import (
     CosineSettings,
-    DecoderSettings,
     LinearSettings,
-    PipelineSettings,
     Target,
     TextSettings,
 )
 from forgather_cli.errors import ConfigError
 
 
-def write(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    return path
-
-
 def test_default_recipe_is_decoded_into_typed_settings(tmp_path: Path) -> None:
     loaded = load_config(None, ["model=nano", "learning_rate=1e-4"], cwd=tmp_path)
     config = loaded.config
-    assert isinstance(config.model, DecoderSettings)
     assert config.model.hidden_size == 64
     assert config.learning_rate == 1e-4
     assert config.recipe == loaded.recipe == "default"
@@ -44,7 +35,6 @@ def test_default_recipe_is_decoded_into_typed_settings(tmp_path: Path) -> None:
 
 def test_output_dir_is_named_by_recipe_and_time_and_seen_by_interpolations(tmp_path: Path) -> None:
     config = load_config("pretrain_60m", ["logging_dir=${output_dir}/logs"], cwd=tmp_path).config
-    assert config.output_dir is not None
     assert config.output_dir.startswith("outputs/pretrain_60m/20")
     assert config.logging_dir == f"{config.output_dir}/logs"
     assert list(tmp_path.iterdir()) == []
@@ -93,7 +83,6 @@ def test_yaml_readings_that_surprise(tmp_path: Path) -> None:
     assert (config.eval_strategy, config.save_strategy) == ("no", "no")
     assert config.learning_rate == 0.001
     assert config.num_train_epochs == 2.0
-    assert isinstance(config.model, DecoderSettings)
     assert config.model.hidden_size == 768
 
 
@@ -104,39 +93,28 @@ def test_recipe_starts_from_another_and_its_bare_keys_lose_to_the_outer_ones(tmp
     )
     write(tmp_path / "recipes/outer.yaml", "defaults: [base, _self_]\nn_microbatches: 2\nseed: 2\n")
     loaded = load_config("outer", ["data.seq_len=32"], cwd=tmp_path)
-    assert isinstance(loaded.config.trainer, PipelineSettings)
     assert loaded.config.trainer.n_microbatches == 2
     assert loaded.tree["data"]["seq_len"] == 32
     assert loaded.config.seed == 2
 
 
 def test_recipe_outranks_option_files_wherever_self_stands(tmp_path: Path) -> None:
-    write(tmp_path / "recipes/mine.yaml", "defaults: [_self_, train]\nmodel: {hidden_size: 128}\nseed: 7\n")
-    config = load_config("mine", [], cwd=tmp_path).config
-    assert isinstance(config.model, DecoderSettings)
-    assert (config.model.hidden_size, config.seed) == (128, 7)
-
-
-def test_directories_beside_a_recipe_are_no_config_groups(tmp_path: Path) -> None:
-    write(tmp_path / "seed/x.yaml", "a: 1\n")
-    write(tmp_path / "mine.yaml", "defaults: [train, _self_]\n")
-    assert load_config("./mine.yaml", ["seed=3"], cwd=tmp_path).config.seed == 3
+    write(tmp_path / "mine.yaml", "defaults: [_self_, train]\nmodel: {hidden_size: 128}\nmax_steps: 7\n")
+    write(tmp_path / "seed/x.yaml", "a: 1\n")  # a directory beside it that is no group
+    config = load_config("./mine.yaml", ["seed=3"], cwd=tmp_path).config
+    assert (config.model.hidden_size, config.max_steps, config.seed) == (128, 7, 3)
 
 
 def test_users_options_and_recipes_add_to_the_shipped_ones(tmp_path: Path) -> None:
     write(tmp_path / "conf/model/wide.yaml", "# Wide.\ndefaults: [nano, _self_]\nhidden_size: 96\n")
     write(tmp_path / "own dir, 'x'/lr_scheduler/mine.yaml", "type: linear\nmin_lr_ratio: 0.5\n")
     write(tmp_path / "own dir, 'x'/here.yaml", "defaults: [train, {override model: wide}, _self_]\n")
-    directory = tmp_path / "own dir, 'x'"
-    config = load_config("here", ["lr_scheduler=mine", "warmup_steps=5"], config_dir=directory, cwd=tmp_path).config
-    assert isinstance(config.model, DecoderSettings)
+    write(tmp_path / "conf/experiment/long.yaml", "# @package _global_\nmax_steps: 123\n")
+    words = ["lr_scheduler=mine", "warmup_steps=5", "+experiment=long"]
+    config = load_config("here", words, config_dir=tmp_path / "own dir, 'x'", cwd=tmp_path).config
+    assert config.max_steps == 123
     assert config.model.hidden_size == 96
     assert config.lr_scheduler == LinearSettings(min_lr_ratio=0.5, warmup_steps=5)
-
-
-def test_further_groups_of_the_users_compose_at_the_root(tmp_path: Path) -> None:
-    write(tmp_path / "conf/experiment/long.yaml", "# @package _global_\nmax_steps: 123\n")
-    assert load_config(None, ["+experiment=long"], cwd=tmp_path).config.max_steps == 123
 
 
 def test_target_options_take_keywords_that_fit_their_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,32 +136,21 @@ def test_loading_leaves_no_trace_in_hydra(tmp_path: Path) -> None:
     assert set(ConfigStore.instance().repo) == before
 
 
-def test_loading_needs_no_torch(tmp_path: Path) -> None:
-    importing = "import forgather_cli.config.load as l"
-    assert not {"hydra", "omegaconf"} & modules_after(importing), "imported at module level"
-    loading = f"{importing}; assert l.load_config(None, ['trainer=pipeline']).config.trainer.type == 'pipeline'"
-    assert "torch" not in modules_after(loading, cwd=tmp_path)
-
-
 def test_what_is_composed_again_is_what_the_files_say_now(tmp_path: Path) -> None:
-    option = tmp_path / "conf/model/mine.yaml"
-    option.parent.mkdir(parents=True)
     sizes = []
-    for size in (64, 96, 96):
-        option.write_text(f"type: decoder\nhidden_size: {size}\n")
-        loaded = load_config(
-            None, ["model=mine", "num_hidden_layers=3"] if size == 64 else ["model=mine"], cwd=tmp_path
-        )
-        sizes.append((loaded.tree["model"]["hidden_size"], loaded.tree["model"]["num_hidden_layers"]))
+    for size, more in ((64, ["num_hidden_layers=3"]), (96, []), (96, [])):
+        write(tmp_path / "conf/model/mine.yaml", f"type: decoder\nhidden_size: {size}\n")
+        model = load_config(None, ["model=mine", *more], cwd=tmp_path).tree["model"]
+        sizes.append((model["hidden_size"], model["num_hidden_layers"]))
     assert sizes == [(64, 3), (96, 4), (96, 4)]
 
 
 def test_relative_paths_count_from_where_the_run_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start, run = tmp_path / "start", tmp_path / "run"
-    for folder in (start / "texts", start / "train", run, tmp_path / "elsewhere"):
+    for folder in (start / "train", tmp_path / "elsewhere"):
         folder.mkdir(parents=True)
-    (start / "texts/a.txt").write_text("some text")
-    (run / "origin.yaml").write_text(f"directory: {start}\n")
+    write(start / "texts/a.txt", "some text")
+    write(run / "origin.yaml", f"directory: {start}\n")
     own = {
         "_target_": "own.Data", "folder": "./texts", "files": ["texts/a.txt", "texts/none.txt"], "split": "train",
         "more": {"file": "texts/a.txt", "rows": 3}, "key": "${oc.env:HOME}", "long": "a/" * 5000,
@@ -192,14 +159,11 @@ def test_relative_paths_count_from_where_the_run_was_started(tmp_path: Path, mon
     found = []
     monkeypatch.chdir(tmp_path / "elsewhere")
     for tree in trees:
-        (run / "config.yaml").write_text(dump_tree(tree))
-        found.append(load_tree(run / "config.yaml"))
+        found.append(load_tree(write(run / "config.yaml", dump_tree(tree))))
     there = {"folder": f"{start}/texts", "files": [f"{start}/texts/a.txt", "texts/none.txt"]}
     assert found[0] == {"data": {**own, **there, "more": {"file": f"{start}/texts/a.txt", "rows": 3}}}
-    assert found[1] == {
-        "data": {"files": [f"{start}/a.txt", "~/b"], "tokenizer": f"{start}/texts"},
-        "loss": {"type": "train"},
-    }
+    assert found[1]["data"] == {"files": [f"{start}/a.txt", "~/b"], "tokenizer": f"{start}/texts"}
+    assert found[1]["loss"] == {"type": "train"}
     monkeypatch.chdir(start)
     assert load_tree(run / "config.yaml") == trees[1], "there they are as typed"
 
@@ -217,10 +181,8 @@ class TestResumed:
 
     def test_values_change_and_groups_are_replaced_whole(self, saved: Path) -> None:
         loaded = load_resumed(saved, ["max_steps=9", "trainer=pipeline", "n_microbatches=8", "lr_scheduler=cosine"])
-        assert isinstance(loaded.config.trainer, PipelineSettings)
         assert (loaded.config.max_steps, loaded.config.trainer.n_microbatches) == (9, 8)
         assert loaded.config.lr_scheduler == CosineSettings()
-        assert isinstance(loaded.config.model, DecoderSettings)
         assert loaded.config.model.hidden_size == 64
         assert loaded.config.callbacks.tensorboard is None
 
@@ -229,16 +191,9 @@ class TestResumed:
             load_resumed(saved, ["data=text"])
         assert load_resumed(saved, ["data=text", "files=[a.txt]"]).config.data == TextSettings(files=["a.txt"])
 
-    def test_settings_of_options_that_are_not_selected_are_refused(self, saved: Path) -> None:
-        with pytest.raises(ConfigError, match="n_microbatches: only trainer=pipeline has this setting"):
-            load_resumed(saved, ["n_microbatches=8"])
-
     def test_a_damaged_saved_config_is_named(self, saved: Path) -> None:
         saved.write_text(saved.read_text().replace("hidden_size: 64", "hidden_size: wide"))
         with pytest.raises(ConfigError, match=r"config.yaml: model.hidden_size: must be a whole number, got 'wide'"):
-            load_saved(saved)
-        saved.write_text("a: [")
-        with pytest.raises(ConfigError, match=r"config.yaml: cannot be read"):
             load_saved(saved)
 
 
@@ -248,9 +203,9 @@ def test_own_groups_come_before_the_shipped_one_and_a_saved_order_stays(tmp_path
     more = ["+optimizer.groups.embed={regex: embed}", "optimizer.groups.no_decay.settings.weight_decay=0.01"]
     loaded = load_config("mine", more, cwd=tmp_path)
     assert list(loaded.config.optimizer.groups) == ["head", "embed", "no_decay"]
-    tree = dict(loaded.tree)
-    groups = tree["optimizer"]["groups"]
-    tree["optimizer"] = {**tree["optimizer"], "groups": {name: groups[name] for name in ("no_decay", "head", "embed")}}
+    optimizer = loaded.tree["optimizer"]
+    groups = {name: optimizer["groups"][name] for name in ("no_decay", "head", "embed")}
+    tree = {**loaded.tree, "optimizer": {**optimizer, "groups": groups}}
     saved = write(tmp_path / "config.yaml", dump_tree(tree))  # as runs of 0.1.0 have it
     assert list(load_resumed(saved, []).config.optimizer.groups) == ["no_decay", "head", "embed"]
     resumed = load_resumed(saved, ["+optimizer.groups.norms={regex: norm}"]).config
@@ -271,18 +226,13 @@ def test_what_a_recipe_sets_of_its_option_goes_with_it_and_is_said(tmp_path: Pat
     own = load_config(None, ["lr_scheduler=mine"], cwd=tmp_path)
     assert own.config.lr_scheduler.kwargs == {"step_size": 5}
     [note] = [note for note in own.notes if "left out" in note]
-    assert "lr_scheduler.warmup_steps" in note
-    assert "lr_scheduler=linear" in note
-    assert "lr_scheduler=mine" in note
+    assert all(text in note for text in ("lr_scheduler.warmup_steps", "lr_scheduler=linear", "lr_scheduler=mine"))
     kept = load_config(None, ["lr_scheduler=cosine"], cwd=tmp_path)  # which has it too
     assert kept.config.lr_scheduler.warmup_steps == 20
     assert not kept.notes
     for body in ("trainer:\n  n_microbatches: 8\n", "n_microbatches: 8\n"):
-        recipe = f"defaults: [train, override trainer: pipeline, _self_]\nnproc_per_node: 2\n{body}"
-        write(
-            tmp_path / "recipes/piped.yaml",
-            recipe.replace("override trainer: pipeline", "{override trainer: pipeline}"),
-        )
+        recipe = f"defaults: [train, {{override trainer: pipeline}}, _self_]\nnproc_per_node: 2\n{body}"
+        write(tmp_path / "recipes/piped.yaml", recipe)
         piped = load_config("piped", ["trainer=ddp"], cwd=tmp_path)
         assert any("trainer.n_microbatches" in note and "trainer=pipeline" in note for note in piped.notes)
         assert load_config("piped", [], cwd=tmp_path).config.trainer.n_microbatches == 8

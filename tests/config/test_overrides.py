@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from program import write
 
 from forgather_cli.config.complete import complete
 from forgather_cli.config.load import load_config
@@ -27,10 +28,8 @@ def tree(tmp_path: Path) -> Any:
         ("data.seq_len=512", "data.seq_len", 512),
         ("rope_scaling.rope_type=linear", "model.rope_scaling.rope_type", "linear"),
         ("rope_type=dynamic", "model.rope_scaling.rope_type", "dynamic"),
-        ("model.rope_scaling={rope_type: linear, factor: 2}", "model.rope_scaling.rope_type", "linear"),
         ("warmup_steps=0.1", "lr_scheduler.warmup_steps", 0.1),
         ("betas=[0.5,0.6]", "optimizer.betas", [0.5, 0.6]),
-        ("weight_decay=0.3", "weight_decay", 0.3),
         ("groups.no_decay.settings.weight_decay=0.3", "optimizer.groups.no_decay.settings.weight_decay", 0.3),
         ("tokenizer='a b, c'", "data.tokenizer", "a b, c"),
         ("logging_dir='x=1,2'", "logging_dir", "x=1,2"),
@@ -38,15 +37,8 @@ def tree(tmp_path: Path) -> Any:
         ("++save_steps=3", "save_steps", 3),
         ("++callbacks.textgen.top_k=3", "callbacks.textgen.top_k", 3),
         ("callbacks.textgen.prompts=['a,b','c d']", "callbacks.textgen.prompts", ["a,b", "c d"]),
-        ("+callbacks.early_stopping={}", "callbacks.early_stopping.patience", 3),
         ("+callbacks.early_stopping.patience=5", "callbacks.early_stopping.patience", 5),
-        (
-            "++callbacks.mine._target_=forgather_cli.callbacks.base.TrainerCallback",
-            "callbacks.mine._target_",
-            "forgather_cli.callbacks.base.TrainerCallback",
-        ),
         ("logging_steps=${save_steps}", "logging_steps", 100),
-        ("torch_compile=True", "torch_compile", True),
         ("max_grad_norm=null", "max_grad_norm", None),
     ],
 )
@@ -57,17 +49,8 @@ def test_values_reach_their_path(tree: Any, override: str, path: str, value: obj
     assert found == value
 
 
-def test_groups_choose_options(tree: Any) -> None:
-    found = tree("model=160m", "optimizer=sgd", "callbacks=minimal")
-    assert found["model"]["num_key_value_heads"] == 4
-    assert found["optimizer"]["type"] == "sgd"
-    assert set(found["callbacks"]) == {"metrics", "progress", "json"}
-
-
 def test_several_options_of_a_group_are_merged(tree: Any, tmp_path: Path) -> None:
-    own = tmp_path / "conf/callbacks/stop.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("early_stopping: {patience: 9}\n")
+    write(tmp_path / "conf/callbacks/stop.yaml", "early_stopping: {patience: 9}\n")
     found = tree("callbacks=[minimal,stop]")["callbacks"]
     assert set(found) == {"metrics", "progress", "json", "early_stopping"}
 
@@ -104,45 +87,34 @@ def test_later_overrides_win_however_they_are_typed(tree: Any) -> None:
 
 def test_a_bare_key_prefers_the_selected_options(tree: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_loss_k1.py").write_text("def loss(logits, labels, clipping_threshold=0.0): ...\n")
-    own = tmp_path / "conf/loss/own.yaml"
-    own.parent.mkdir(parents=True)
-    own.write_text("_target_: own_loss_k1.loss\nclipping_threshold: 0.1\n")
+    write(tmp_path / "conf/loss/own.yaml", "_target_: own_loss_k1.loss\nclipping_threshold: 0.1\n")
     monkeypatch.chdir(tmp_path)
     found = tree("loss=own", "clipping_threshold=0.5")
     assert found["loss"]["clipping_threshold"] == 0.5
     assert "clipping_threshold" not in found["optimizer"]
 
 
-class TestCompletion:
-    def texts(self, incomplete: str, *words: str) -> list[str]:
-        return [text for text, _ in complete(incomplete, list(words))]
+@pytest.mark.parametrize(
+    ("incomplete", "words", "offered"),
+    [
+        ("traine", [], ["trainer="]),
+        ("n_micro", [], ["n_microbatches="]),
+        ("n_micro", ["trainer=ddp"], []),
+        ("hidden_", ["model=160m"], ["hidden_size="]),
+        ("model.hidden", [], ["model.hidden_size="]),
+        ("trainer=pi", [], ["trainer=pipeline"]),
+        ("eval_strategy=", [], ["eval_strategy=no", "eval_strategy=steps", "eval_strategy=epoch"]),
+        ("torch_compile=t", [], ["torch_compile=true"]),
+        ("schedule=G", [], ["schedule=GPipe"]),
+        ("pretrain_1", [], ["pretrain_160m", *(f"pretrain_1b_{n}" for n in ("accelerate", "nodes", "pipeline"))]),
+        ("pretrain_", ["default"], []),  # a recipe is named already
+    ],
+)
+def test_completion(incomplete: str, words: list[str], offered: list[str]) -> None:
+    assert [text for text, _ in complete(incomplete, words)] == offered
 
-    def test_groups_settings_and_bare_keys(self) -> None:
-        assert self.texts("traine") == ["trainer="]
-        assert self.texts("max_st") == ["max_steps="]
-        assert self.texts("n_micro") == ["n_microbatches="]
-        assert self.texts("model.hidden") == ["model.hidden_size="]
-        assert self.texts("~callbacks.tens")[0] == "~callbacks.tensorboard"
 
-    def test_values(self) -> None:
-        assert "trainer=pipeline" in self.texts("trainer=")
-        assert self.texts("trainer=pi") == ["trainer=pipeline"]
-        assert self.texts("eval_strategy=") == ["eval_strategy=no", "eval_strategy=steps", "eval_strategy=epoch"]
-        assert self.texts("torch_compile=t") == ["torch_compile=true"]
-        assert self.texts("schedule=G") == ["schedule=GPipe"]
-
-    def test_recipes_until_one_is_named(self) -> None:
-        assert self.texts("pretrain_1") == [
-            "pretrain_160m",
-            *(f"pretrain_1b_{n}" for n in ("accelerate", "nodes", "pipeline")),
-        ]
-        assert self.texts("pretrain_", "default") == []
-
-    def test_settings_of_options_that_are_not_selected_are_left_out(self) -> None:
-        assert self.texts("n_micro", "trainer=ddp") == []
-        assert self.texts("hidden_", "model=160m") == ["hidden_size="]
-
-    def test_descriptions_come_from_the_shipped_files(self) -> None:
-        about = dict(complete("gc_st", []))["gc_steps="]
-        assert "garbage collector" in about
-        assert "Data parallel" in dict(complete("trainer=", []))["trainer=ddp"]
+def test_descriptions_come_from_the_shipped_files() -> None:
+    assert "garbage collector" in dict(complete("gc_st", []))["gc_steps="]
+    assert "Data parallel" in dict(complete("trainer=", []))["trainer=ddp"]
+    assert complete("~callbacks.tens", [])[0][0] == "~callbacks.tensorboard"

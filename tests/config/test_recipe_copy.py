@@ -11,13 +11,14 @@ from forgather_cli.cli.app import app
 from forgather_cli.config.load import load_config
 from forgather_cli.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("own_directory")
+
 
 def copy(*words: str) -> str:
     return CliRunner().invoke(app, ["recipe", "copy", *words], catch_exceptions=False).output
 
 
-def test_a_copy_says_what_the_recipe_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_copy_says_what_the_recipe_says() -> None:
     assert "forgather train mine" in copy("qat", "recipes/mine.yaml")
     trees = [load_config(name, ["model.path=x"]).tree for name in ("qat", "mine")]
     for tree in trees:
@@ -26,18 +27,17 @@ def test_a_copy_says_what_the_recipe_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert "forgather train elsewhere/mine.yaml" in copy("default", "elsewhere/mine.yaml")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("defualt", "a.yaml"), "recipe defualt: no such recipe; did you mean default"),
-        (("default", "there.yaml"), "there.yaml exists already; give another name"),
-        (("default", "recipes/default.yaml"), "there is a recipe default already"),
-        (("default", "mine.txt"), "a recipe is a .yaml file"),
-    ],
-)
-def test_mistakes(words: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.yaml").write_text("max_steps: 1\n")
-    with pytest.raises(ConfigError, match=said):
-        copy(*words)
-    assert (tmp_path / "there.yaml").read_text() == "max_steps: 1\n"
+WRONG = {
+    "defualt a.yaml": "recipe defualt: no such recipe; did you mean default",
+    "default there.yaml": "there.yaml exists already; give another name",
+    "default recipes/default.yaml": "there is a recipe default already",
+    "default mine.txt": "a recipe is a .yaml file",
+}
+
+
+def test_mistakes() -> None:
+    Path("there.yaml").write_text("max_steps: 1\n")
+    for words, said in WRONG.items():
+        with pytest.raises(ConfigError, match=said):
+            copy(*words.split())
+    assert Path("there.yaml").read_text() == "max_steps: 1\n"

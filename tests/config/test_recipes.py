@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import yaml
+from program import write
 
 from forgather_cli.config import options, schema
 from forgather_cli.config.decode import to_tree
@@ -39,28 +40,25 @@ SIZES = [f"model={name}" for name in ("nano", "tiny", "60m", "160m", "1b")]
 OPTIONS = sorted(f"{group}={file.stem}" for group in options.GROUPS for file in (CONF / group).glob("*.yaml"))
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
-def test_recipe_composes(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
-    config = load_config(recipe, NEEDS.get(recipe, []), cwd=tmp_path).config
-    assert config.recipe == recipe
-    assert config.global_batch_size is not None, "shipped recipes give the same steps in every layout"
+    for recipe in (path.stem for path in RECIPES.glob("*.yaml")):
+        config = load_config(recipe, NEEDS.get(recipe, []), cwd=tmp_path).config
+        assert config.recipe == recipe
+        assert config.global_batch_size is not None, "shipped recipes give the same steps in every layout"
 
 
 PATH, TEXTS = "model.path=/nowhere", ["data=text", "data.files=[a]"]
-STARTS = {
-    "model=pretrained": [PATH],
-    "model=transformers": [PATH],
-    "model=mine": [],  # an option of the user's with a path in it
-}
 WARNED = {
-    "default": [],
-    "pretrain_60m": [],
+    "default": ["model=pretrained", PATH],
+    "pretrain_60m": ["model=pretrained", PATH],
     "from_scratch": [],  # a user's, with the rate of a shipped one
     "from_train": [],  # with that of train.yaml
     "qwen3_encdec_small": ["model.init_from=/nowhere"],
 }
+
+
 KNOWING = {
     "finetune": [PATH],
     "qat": [PATH],
@@ -84,22 +82,20 @@ def own(tmp_path: Path) -> Path:
         "recipes/own_finetune.yaml": "# Mine.\ndefaults: [finetune, _self_]\nmax_steps: 3\n",
     }
     for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
+        write(tmp_path / name, text)
     return tmp_path
 
 
-@pytest.mark.parametrize("choice", STARTS)
-def test_weights_without_a_recipe_are_fine_tuned_and_it_is_said(choice: str, own: Path) -> None:
-    words = [choice, *STARTS[choice], *TEXTS, "num_train_epochs=2"]
-    found = load_config(None, words, cwd=own)
-    assert found.config == dataclasses.replace(
-        load_config("finetune", words, cwd=own).config, output_dir=found.config.output_dir
-    )
-    assert (found.config.learning_rate, found.config.optimizer.type) == (2e-5, "adamw")
-    assert str(found.config.output_dir).startswith("outputs/finetune/")
-    [note] = found.notes
-    assert re.search(r"finetune\b.*model\.path=/nowhere", note)
+def test_weights_without_a_recipe_are_fine_tuned_and_it_is_said(own: Path) -> None:
+    for choice in (["model=pretrained", PATH], ["model=transformers", PATH], ["model=mine"]):
+        words = [*choice, *TEXTS, "num_train_epochs=2"]
+        found = load_config(None, words, cwd=own)
+        by_name = load_config("finetune", words, cwd=own).config
+        assert found.config == dataclasses.replace(by_name, output_dir=found.config.output_dir)
+        assert (found.config.learning_rate, found.config.optimizer.type) == (2e-5, "adamw")
+        assert str(found.config.output_dir).startswith("outputs/finetune/")
+        [note] = found.notes
+        assert re.search(r"finetune\b.*model\.path=/nowhere", note)
     assert load_config(None, [*words, "learning_rate=1e-3", "optimizer=muon"], cwd=own).config.learning_rate == 1e-3
 
 
@@ -109,15 +105,14 @@ def test_without_weights_the_default_recipe_is_taken(own: Path) -> None:
         assert (found.recipe, found.notes) == ("default", ())
 
 
-@pytest.mark.parametrize("recipe", WARNED)
-def test_settings_for_fresh_weights_are_warned_of_on_given_ones(recipe: str, own: Path) -> None:
-    started = WARNED[recipe] or ([] if recipe.startswith("from") else ["model=pretrained", PATH])
-    found = load_config(recipe, started, cwd=own)
-    [note] = found.notes
-    assert note.startswith(f"warning: learning_rate={found.config.learning_rate} ")
-    assert f"optimizer={found.config.optimizer.type}" in note
-    assert "=/nowhere" in note
-    assert "learning_rate=2e-05" in note
+def test_settings_for_fresh_weights_are_warned_of_on_given_ones(own: Path) -> None:
+    for recipe, words in WARNED.items():
+        found = load_config(recipe, words, cwd=own)
+        [note] = found.notes
+        assert note.startswith(f"warning: learning_rate={found.config.learning_rate} ")
+        assert f"optimizer={found.config.optimizer.type}" in note
+        assert "=/nowhere" in note
+        assert "learning_rate=2e-05" in note
 
 
 def test_two_sides_without_a_recipe_are_warned_of(own: Path) -> None:
@@ -127,17 +122,18 @@ def test_two_sides_without_a_recipe_are_warned_of(own: Path) -> None:
     assert "finetune" not in note
 
 
-@pytest.mark.parametrize("recipe", KNOWING)
-def test_a_rate_that_was_chosen_for_weights_is_not_warned_of(recipe: str, own: Path) -> None:
-    assert load_config(recipe, KNOWING[recipe], cwd=own).notes == ()
+def test_a_rate_that_was_chosen_for_weights_is_not_warned_of(own: Path) -> None:
+    assert {recipe: load_config(recipe, words, cwd=own).notes for recipe, words in KNOWING.items()} == dict.fromkeys(
+        KNOWING, ()
+    )
 
 
-@pytest.mark.parametrize("choice", OPTIONS)
-def test_option_composes_and_is_of_its_type(choice: str, tmp_path: Path) -> None:
-    group, name = choice.split("=")
-    config = load_config(None, [choice, *MANDATORY.get(choice, [])], cwd=tmp_path).config
-    if group != "callbacks":
-        assert getattr(config, group).type == ("decoder" if choice in SIZES else name)
+def test_options_compose_and_are_of_their_type(tmp_path: Path) -> None:
+    for choice in OPTIONS:
+        group, name = choice.split("=")
+        config = load_config(None, [choice, *MANDATORY.get(choice, [])], cwd=tmp_path).config
+        if group != "callbacks":
+            assert getattr(config, group).type == ("decoder" if choice in SIZES else name)
 
 
 def test_run_level_settings_are_those_of_the_schema() -> None:
@@ -157,7 +153,8 @@ def test_option_file_holds_every_setting_at_its_default(group: str, cls: type) -
     tree: dict[str, Any] = yaml.safe_load((CONF / group / f"{cls.type}.yaml").read_text())
     mandatory = {key for key, value in tree.items() if value == "???"}
     tree = {key: value for key, value in tree.items() if not str(value).startswith("${")}
-    defaults = _defaults(cls, mandatory)
+    values: Any = {name: ["x"] if name == "files" else "x" for name in mandatory}
+    defaults = {key: value for key, value in to_tree(cls(**values)).items() if key not in mandatory}
     if group == "data":  # null becomes the model's tokenizer, or bytes, when a config is loaded
         assert tree.pop("tokenizer") is None
         assert defaults.pop("tokenizer") == "bytes"
@@ -166,45 +163,31 @@ def test_option_file_holds_every_setting_at_its_default(group: str, cls: type) -
     assert found == {key: value for key, value in defaults.items() if key not in follows}
 
 
-def _defaults(cls: Any, mandatory: set[str]) -> dict[str, Any]:
-    values: Any = {name: ["x"] if name == "files" else "x" for name in mandatory}
-    plain = to_plain(cls(**values))
-    return {key: value for key, value in plain.items() if key not in mandatory}
-
-
-def to_plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
-
-
 OWN = {"textgen": ("prompts", "max_new_tokens"), "divergence": ("threshold", "patience")}
 """What the default callbacks set otherwise: less text, and a detector that no healthy run, however noisy, sets off."""
 
 
-@pytest.mark.parametrize("name", ["default", "minimal"])
-def test_callback_files_hold_every_setting_at_its_default(name: str, tmp_path: Path) -> None:
-    tree = yaml.safe_load((CONF / "callbacks" / f"{name}.yaml").read_text())
+@pytest.mark.parametrize("files", [["default"], ["minimal"], ["default", "full"]])
+def test_callback_files_hold_every_setting_at_its_default(files: list[str], tmp_path: Path) -> None:
+    found = [yaml.safe_load((CONF / "callbacks" / f"{name}.yaml").read_text()) for name in files]
+    tree = {callback: given for each in found for callback, given in each.items() if callback != "defaults"}
     hints = get_type_hints(schema.CallbackSettings)
     for callback, given in tree.items():
         cls = next(kind for kind in hints[callback].__args__ if dataclasses.is_dataclass(kind))
         own = {key: given[key] for key in OWN.get(callback, ())}
-        assert given == {**to_plain(cls()), **own}, callback
-    assert to_tree(load_config(None, [f"callbacks={name}"], cwd=tmp_path).config)["callbacks"] == tree
+        assert given == {**to_tree(cls()), **own}, callback
+    assert to_tree(load_config(None, [f"callbacks={files[-1]}"], cwd=tmp_path).config)["callbacks"] == tree
 
 
-@pytest.mark.parametrize("choice", [*OPTIONS, "train"])
-def test_every_setting_has_a_comment_and_the_file_a_description(choice: str) -> None:
-    file = CONF / f"{choice.replace('=', '/')}.yaml"
-    assert options.description(file).endswith(".")
-    bare = {"type", "defaults", "metric_for_best_model", "skip_all_reduce_unused_params"}
-    bare |= {"post_local_gradient_allreduce", "enabled"}
-    for line in file.read_text().splitlines():
-        key = re.match(r" *([a-z_0-9]+): *\S", line)
-        if key and "#" not in line and key.group(1) not in bare and not re.match(r" *(regex|weight_decay|json):", line):
-            pytest.fail(f"{file}: {line.strip()} has no comment")
+def test_every_setting_has_a_comment_and_the_file_a_description() -> None:
+    bare = {"type", "defaults", "metric_for_best_model", "skip_all_reduce_unused_params", "regex", "weight_decay",
+            "post_local_gradient_allreduce", "enabled", "json"}  # fmt: skip
+    for choice in [*OPTIONS, "train"]:
+        file = CONF / f"{choice.replace('=', '/')}.yaml"
+        assert options.description(file).endswith(".")
+        for line in file.read_text().splitlines():
+            key = re.match(r" *([a-z_0-9]+): *\S", line)
+            assert not key or "#" in line or key.group(1) in bare, f"{file}: {line.strip()} has no comment"
 
 
 def test_no_leaf_name_stands_for_two_settings() -> None:
@@ -228,15 +211,9 @@ def test_listings_describe_everything(tmp_path: Path) -> None:
     assert all(info.description.endswith(".") for info in recipes)
 
 
-def test_listings_hold_the_users_own(tmp_path: Path) -> None:
-    for name, text in {
-        "conf/model/wide.yaml": "# Wide one.\ntype: decoder\n",
-        "conf/experiment/x.yaml": "# @package _global_\n# Try x.\nseed: 1\n",
-        "recipes/mine.yaml": "# Mine.\ndefaults: [train]\n",
-    }.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    listed = options.groups(cwd=tmp_path)
+def test_listings_hold_the_users_own(own: Path) -> None:
+    write(own / "conf/experiment/x.yaml", "# @package _global_\n# Try x.\nseed: 1\n")
+    listed = options.groups(cwd=own)
     assert [(i.name, i.description) for i in listed["experiment"]] == [("x", "Try x.")]
-    assert "wide" in [info.name for info in listed["model"]]
-    assert "mine" in [info.name for info in options.recipes(cwd=tmp_path)]
+    assert "mine" in [info.name for info in listed["model"]]
+    assert "own_rate" in [info.name for info in options.recipes(cwd=own)]

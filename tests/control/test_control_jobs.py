@@ -6,34 +6,21 @@ import json
 import os
 import re
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from program import Process, forgather, modules_after
+from program import SMALL, Process, forgather, printed
+from two_ranks import RUN, ended, recorded_steps
 
 from forgather_cli.control import client, registry
-from forgather_cli.control.registry import Entry
-from forgather_cli.launch.exit_status import read_exit_record
-from forgather_cli.run_dir import RunDir
 
-SMALL = [
-    "model=nano", "precision=fp32",
-    "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
-    "logging_steps=1", "warmup_steps=1", "device=cpu", "output_dir=run", "max_steps=100000", "save_steps=50000",
-    "eval_strategy=no", "~callbacks.textgen", "~callbacks.tensorboard",
+WORDS = [
+    *SMALL, "output_dir=run", "max_steps=100000", "save_steps=50000", "eval_strategy=no",
+    "callbacks=default", "~callbacks.textgen", "~callbacks.tensorboard",
     "~callbacks.progress",  # its lines would fill the pipe, which nobody reads while commands are given
 ]  # fmt: skip
-STRATEGIES = {
-    "single": ["trainer=single"],
-    "ddp": ["trainer=ddp", "nproc_per_node=2"],
-    "pipeline": ["trainer=pipeline", "nproc_per_node=2", "n_microbatches=2"],
-    "fsdp2": ["trainer=fsdp2", "nproc_per_node=2"],
-}
 EVALUATES = ["eval_strategy=steps", "eval_steps=2"]
-RUN = RunDir(Path("run"))
 
 
 @pytest.fixture(autouse=True)
@@ -43,26 +30,22 @@ def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+def say(capsys: pytest.CaptureFixture[str]) -> Any:
     """``forgather control WORDS``: (exit code, output, errors)."""
 
     def run(*words: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        code = forgather("control", *words)
-        told = capsys.readouterr()
-        return code, told.out.strip(), told.err.strip()
+        done = printed(capsys, "control", *words)
+        return done.code, done.out.strip(), done.err.strip()
 
     return run
 
 
 def training(*words: str) -> Process:
     """A job that has done its first steps."""
-    job = Process("train", *SMALL, *words)
+    job = Process("train", *WORDS, *words)
     job.read_until("control: this is")
     entry = registry.running()[-1]
-    while client.status(entry)["step"] < 3:
-        assert job.process.poll() is None
-        time.sleep(0.02)
+    job.until(lambda: client.status(entry)["step"] >= 3)
     return job
 
 
@@ -70,12 +53,9 @@ def is_checkpoint(path: str) -> bool:
     return path.startswith("run/checkpoints/") and forgather("checkpoint", "verify", path) == 0
 
 
-# what commands do under the others, test_control_ranks asks in ranks that are there already; one process is asked below
-@pytest.mark.parametrize(
-    "strategy", [pytest.param(name, marks=() if name == "pipeline" else pytest.mark.full) for name in STRATEGIES]
-)
-def test_save_and_stop_prints_the_checkpoint_that_resume_goes_on_from(strategy: str, say: Any) -> None:
-    with training(*STRATEGIES[strategy]) as job:
+def test_save_and_stop_prints_the_checkpoint_that_resume_goes_on_from(say: Any) -> None:
+    """What commands do under other strategies, test_control_ranks asks in ranks that are there already."""
+    with training("trainer=pipeline", "nproc_per_node=2", "n_microbatches=2") as job:
         code, saved, _ = say("save", "latest")
         assert (code, is_checkpoint(saved)) == (0, True)
         now = json.loads(say("status", "--json")[1])
@@ -88,8 +68,7 @@ def test_save_and_stop_prints_the_checkpoint_that_resume_goes_on_from(strategy: 
     assert (saved, last) == tuple(str(RUN.checkpoint(step)) for step in (first, final))
     assert say("list")[1] == "no jobs"
     assert forgather("resume", "run", "trainer=single", f"max_steps={final + 2}") == 0
-    steps = [json.loads(line)["step"] for line in RUN.metrics.read_text().splitlines() if '"loss"' in line]
-    assert steps == list(range(1, final + 3))
+    assert recorded_steps() == list(range(1, final + 3))
 
 
 def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
@@ -109,8 +88,8 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
         assert {"loss", "grad_norm", "learning_rate"} <= now["metrics"].keys()
         assert (now["global_step"], now["logs"]["loss"]) == (now["step"], now["metrics"]["loss"])
         assert 0 < now["logs"]["step"] <= now["step"]
-        while client.status(registry.resolve("my-job"))["step"] < now["step"] + 5:  # training goes on meanwhile
-            assert job.process.poll() is None
+        entry = registry.resolve("my-job")
+        job.until(lambda: client.status(entry)["step"] >= now["step"] + 5)  # training goes on meanwhile
         assert say("status", "yours")[2].splitlines()[1:] == ["  my-job  run"]
         assert re.search(r"my-job .* \d+/100000 ", say("list")[1])
         listed = json.loads(say("list", "--json")[1])
@@ -119,9 +98,9 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
         ]
         assert say("cleanup")[1] == "nothing to remove"
         # a second job in the directory is refused, and the first one stays what is found there
-        with Process("train", *SMALL, "overwrite_output_dir=true") as second:
+        with Process("train", *WORDS, "overwrite_output_dir=true") as second:
             assert second.finish() == 2
-            assert "is being written by another job" in second.output
+            assert f"run is being written by another job (pid {job.process.pid} on" in second.output
         told = json.loads(say("save", "run", "--no-wait", "--json")[1])
         assert (told["state"], told["command"]) in [("queued", "save"), ("applied", "save")]
         code, _, waiting = say("save", "run", "--timeout", "0")
@@ -138,9 +117,7 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
             assert "my-job: ended at step" in watcher.output
         assert job.finish() == 0
     assert job.lines[-1] == "forgather resume run"
-    stopped = read_exit_record(RUN)
-    assert stopped is not None
-    assert (stopped.state, stopped.code) == ("stopped", 0)
+    assert (ended().state, ended().code) == ("stopped", 0)
     assert json.loads(RUN.command(told["id"]).read_text())["state"] == "done"
     assert json.loads(answer.read_text())["state"] == "done"
     code, _, wrong = say("save", "run")
@@ -155,20 +132,14 @@ def test_a_job_that_is_killed_leaves_its_commands_unanswered_and_is_cleaned_up(s
     with training("save_timeout=60") as job:
         entry = registry.resolve(None)
         job.process.send_signal(signal.SIGSTOP)
-        told = _submit_to_stopped(entry, job)
+        job.process.send_signal(signal.SIGCONT)  # it takes in the command, and does not live to act on it
+        told = client.submit(entry, "save")
+        job.process.kill()
         with pytest.raises(client.ControlError, match=f"{entry.job_id}: ended before it answered"):
             client.wait(entry, told)
         assert job.finish() == -signal.SIGKILL
     assert say("status", entry.job_id)[2].startswith(f"error: {entry.job_id}: does not run any more (process ")
     assert say("cleanup")[1] == f"removed {entry.job_id}"
-
-
-def _submit_to_stopped(entry: Entry, job: Process) -> Any:
-    """A command that a job takes in and does not live to act on."""
-    job.process.send_signal(signal.SIGCONT)
-    told = client.submit(entry, "save")
-    job.process.kill()
-    return told
 
 
 def test_a_signal_to_a_job_answers_the_commands_it_has(say: Any) -> None:
@@ -178,45 +149,25 @@ def test_a_signal_to_a_job_answers_the_commands_it_has(say: Any) -> None:
         os.kill(job.process.pid, signal.SIGTERM)
         answer = client.wait(entry, told, timeout=60)
         assert job.finish() in (0, 75)
-    outcome = read_exit_record(RUN)
-    assert outcome is not None
-    assert (answer.state, answer.checkpoint) == ("done", str(RUN.checkpoint(outcome.step).absolute()))
+    assert (answer.state, answer.checkpoint) == ("done", str(RUN.checkpoint(ended().step).absolute()))
 
 
-def test_help_and_answers_come_without_torch() -> None:
-    assert "torch" not in modules_after("from forgather_cli.cli import app, control")
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("job_id=../up", "job_id: must be at most 100 letters"),
-        ("job_id=latest", "job_id: latest stands for the newest job"),
-        ("callbacks.control.port=0", "callbacks.control.port: must be"),
-        ("callbacks.control.port=70000", "callbacks.control.port: must be"),
-        ("callbacks.control.auth_token=short", "callbacks.control.auth_token: must be 16 or more"),
-        ("callbacks.control.prot=8901", "callbacks.control.prot: unknown setting"),
-    ],
-)
-def test_mistakes_in_the_settings(word: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert forgather("train", word) == 2
-    assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_mistakes_in_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, messages in (
         (
-            ["callbacks.control.enable_http=false", "callbacks.control.port=8901"],
-            "callbacks.control.port: nothing reads",
+            ["callbacks.control.port=0", "callbacks.control.h=1"],
+            ["control.port: must be", "control.h: unknown"],
         ),
-        (["~callbacks.control", "job_id=mine"], "add '+callbacks.control={}' or leave job_id out"),
-        (["callbacks.control.disable_auth=true", "callbacks.control.auth_token=0123456789abcdef"], "nothing reads it"),
-    ],
-)
-def test_settings_that_nothing_reads(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert forgather("train", *words) == 2
-    assert message in capsys.readouterr().err
+        (["callbacks.control.port=70000"], ["control.port: must be"]),
+        (["job_id=../up", "callbacks.control.auth_token=short"], ["job_id: must be at most 100", "must be 16 or more"]),
+        (["job_id=latest"], ["job_id: latest stands for the newest job"]),
+        (["callbacks.control.enable_http=false", "callbacks.control.port=8901"], ["control.port: nothing reads"]),
+        (["~callbacks.control", "job_id=mine"], ["add '+callbacks.control={}' or leave job_id out"]),
+        (["callbacks.control.disable_auth=true", f"callbacks.control.auth_token={'a' * 16}"], ["nothing reads it"]),
+    ):
+        assert forgather("train", *words) == 2
+        told = capsys.readouterr().err
+        assert all(message in told for message in messages), told
 
 
 def test_abort_from_the_command_line(say: Any) -> None:
@@ -226,7 +177,5 @@ def test_abort_from_the_command_line(say: Any) -> None:
         assert say("abort", job_id) == (2, "", "error: abort: asks first, and nobody can answer here; use --force")
         assert say("abort", job_id, "--force")[:2] == (0, f"{job_id} is aborted, nothing was saved")
         assert job.finish() == 1
-    outcome = read_exit_record(RUN)
-    assert outcome is not None
-    assert (outcome.state, outcome.code) == ("aborted", 1)
+    assert (ended().state, ended().code) == ("aborted", 1)
     assert RUN.checkpoint_steps() == []

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from control.entries import entry
 from program import forgather
 
 from forgather_cli.callbacks.base import CommandCounts
 from forgather_cli.control import command_record, registry, server
 from forgather_cli.control.command_queue import MAX_OPEN, CommandQueue
 from forgather_cli.control.server import MAX_ANSWERS, MAX_BODY, MAX_CLIENTS, ControlServer
-from forgather_cli.errors import ControlError
 from forgather_cli.run_dir import RunDir
 
 TOKEN = "0123456789abcdef" * 4
@@ -33,11 +33,21 @@ def queue(tmp_path: Path) -> CommandQueue:
     return CommandQueue(RunDir(tmp_path), "job", step=lambda: 5)
 
 
+@contextlib.contextmanager
+def serving(
+    queue: CommandQueue, status: Callable[[], Any], name: str = "job", token: str | None = TOKEN
+) -> Iterator[ControlServer]:
+    served = ControlServer(name, queue, {"status": status}, host="127.0.0.1", ports=[0], token=token)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
 @pytest.fixture
 def job(queue: CommandQueue) -> Iterator[ControlServer]:
-    served = ControlServer("job", queue, {"status": lambda: {"step": 5}}, host="127.0.0.1", ports=[0], token=TOKEN)
-    yield served
-    served.close()
+    with serving(queue, lambda: {"step": 5}) as served:
+        yield served
 
 
 def ask(
@@ -92,62 +102,45 @@ def test_jobs_are_all_of_the_registry_as_control_list_shows_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, queue: CommandQueue, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    served = []
-    for name, token in {"mine": TOKEN, "other": TOKEN[::-1]}.items():
-        reports = {"status": lambda name=name: {"state": f"training {name}", "step": 5, "max_steps": 9, "metrics": {}}}
-        served.append(ControlServer(name, queue, reports, host="127.0.0.1", ports=[0], token=token))
-        register(name, served[-1].port, token)
-    register("strange", served[0].port, TOKEN, pid=os.getppid())  # its server says that this is another job
-    register("gone", 1, TOKEN, pid=2**22 + 1)
-    code, told, _ = ask(served[0].port, "GET", "/jobs")
-    assert code == 200
+    with contextlib.ExitStack() as stack:
+        served = []
+        for name, token in {"mine": TOKEN, "other": TOKEN[::-1]}.items():
+            status = {"state": f"training {name}", "step": 5, "max_steps": 9, "metrics": {}}
+            served.append(stack.enter_context(serving(queue, lambda status=status: status, name, token)))
+            registry.register(entry(name, port=served[-1].port), token)
+        parent, port = os.getppid(), served[0].port  # whose server says that this is another job
+        started = registry.start_of(parent)
+        registry.register(entry("strange", pid=parent, process_start_time=started, port=port), TOKEN)
+        registry.register(entry("gone", pid=2**22 + 1), TOKEN)
+        code, told, _ = ask(served[0].port, "GET", "/jobs")
+        assert forgather("control", "list", "--json") == 0
     rows = {each["job_id"]: (each["running"], each["state"]) for each in told["jobs"]}
     assert rows == {
         "mine": (True, "training mine"), "other": (True, "training other"), "strange": (True, "does not answer"),
         "gone": (False, "cut"),
     }  # fmt: skip
-    assert told["jobs"][1]["status"]["step"] == 5
-    capsys.readouterr()
-    assert forgather("control", "list", "--json") == 0
+    assert (code, told["jobs"][1]["status"]["step"]) == (200, 5)
     assert json.loads(capsys.readouterr().out) == told["jobs"]
     assert TOKEN not in json.dumps(told)
-    for each in served:
-        each.close()
 
 
-def register(name: str, port: int, token: str, *, pid: int | None = None) -> None:
-    about = {"host": "127.0.0.1", "hostname": socket.gethostname(), "started_at": "2026", "run_dir": f"/{name}"}
-    pid = os.getpid() if pid is None else pid
-    registry.register(
-        registry.Entry(
-            job_id=name, port=port, pid=pid, process_start_time=registry.start_of(pid) or "", logging_dir="/", **about
-        ),
-        token,
-    )
-
-
-@pytest.mark.parametrize("token", [None, "", "0" * 64, TOKEN[:-1], TOKEN + "0", TOKEN.upper(), "ü"])
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/jobs/job/status"), ("GET", "/"), ("POST", "/jobs/job/control"), ("PUT", "/x")]
-)
-def test_without_the_token_nothing_is_told_or_done(
-    job: ControlServer, queue: CommandQueue, token: str | None, method: str, path: str
-) -> None:
-    code, told, answer = ask(job.port, method, path, {"command": "stop"}, token)
-    assert (code, list(told)) == (401, ["error"])
-    assert str(answer.headers["WWW-Authenticate"]).startswith("Bearer")
-    assert TOKEN not in json.dumps(told) + str(answer.headers)
+    "header",
+    [None, "Bearer", *(f"Bearer {token}" for token in ("0" * 64, TOKEN[:-1], TOKEN + "0", TOKEN.upper(), "\u00fc")),
+     TOKEN, f"Basic {TOKEN}", f"bearer{TOKEN}"],
+)  # fmt: skip
+def test_without_the_token_nothing_is_told_or_done(job: ControlServer, queue: CommandQueue, header: str | None) -> None:
+    headers = {} if header is None else {"Authorization": header}
+    for method, path in (("GET", "/jobs/job/status"), ("GET", "/"), ("POST", "/jobs/job/control"), ("PUT", "/x")):
+        code, told, answer = ask(job.port, method, path, {"command": "stop"}, None, **headers)
+        assert (code, list(told)) == (401, ["error"])
+        assert str(answer.headers["WWW-Authenticate"]).startswith("Bearer")
+        assert TOKEN not in json.dumps(told) + str(answer.headers)
     assert queue.asked() == CommandCounts()
 
 
-@pytest.mark.parametrize("header", [TOKEN, f"Basic {TOKEN}", f"bearer{TOKEN}"])
-def test_the_token_is_a_bearers(job: ControlServer, header: str) -> None:
-    assert ask(job.port, "GET", "/jobs", token=None, Authorization=header)[0] == 401
-
-
 def test_without_authentication_browsers_are_still_refused(queue: CommandQueue) -> None:
-    served = ControlServer("job", queue, {"status": dict}, host="127.0.0.1", ports=[0], token=None)
-    try:
+    with serving(queue, dict, token=None) as served:
         assert ask(served.port, "GET", "/jobs/job/status", token=None)[0] == 200
         stop = {"command": "stop"}
         assert ask(served.port, "POST", "/jobs/job/control", stop, None, Origin="http://evil.example")[0] == 403
@@ -160,8 +153,6 @@ def test_without_authentication_browsers_are_still_refused(queue: CommandQueue) 
         for host in (f"localhost:{served.port}", "127.0.0.1", "[::1]:8900", "192.0.2.7:8900", socket.gethostname()):
             assert ask(served.port, "GET", "/jobs/job/status", None, None, Host=host)[0] == 200, host
         assert ask(served.port, "POST", "/jobs/job/control", stop, None)[0] == 202
-    finally:
-        served.close()
 
 
 @pytest.mark.parametrize(
@@ -205,21 +196,16 @@ def test_a_body_has_a_size_and_that_has_a_bound(job: ControlServer, length: str,
     assert raw(job.port, f"{HEAD}Content-Length: {length}\r\n\r\n".encode("latin-1") + b"x" * 5000).split()[1] == code
 
 
-def test_a_body_may_come_in_chunks(job: ControlServer, queue: CommandQueue) -> None:
-    chunks = b'13\r\n{"command": "save"}\r\n'
-    assert raw(job.port, f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks).split()[1] == b"400"
+def test_a_body_that_is_cut_off_is_not_acted_on_and_may_come_in_chunks(job: ControlServer, queue: CommandQueue) -> None:
+    body, chunked = b'{"command": "save"}', f"{HEAD}Transfer-Encoding: chunked\r\n\r\n13\r\n".encode()
+    longer = f"{HEAD}Content-Length: {len(body) + 11}\r\n\r\n".encode()  # the body by itself is a command
+    for cut in (chunked + body + b"\r\n", longer + body):
+        answer = raw(job.port, cut)
+        assert answer.split()[1] == b"400"
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     assert queue.asked() == CommandCounts()
-    whole = f"{HEAD}Transfer-Encoding: chunked\r\n\r\n".encode() + chunks + b"0\r\n\r\n"
-    assert raw(job.port, whole).split()[1] == b"202"
+    assert raw(job.port, chunked + body + b"\r\n0\r\n\r\n").split()[1] == b"202"
     assert queue.asked() == CommandCounts(saves=1)
-
-
-def test_a_request_that_is_cut_off_is_not_acted_on(job: ControlServer, queue: CommandQueue) -> None:
-    body = b'{"command": "stop"}'  # by itself a command, and 11 bytes short of what was announced
-    answer = raw(job.port, f"{HEAD}Content-Length: {len(body) + 11}\r\n\r\n".encode() + body)
-    assert answer.split()[1] == b"400"
-    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
-    assert queue.asked() == CommandCounts()
 
 
 @pytest.mark.parametrize(
@@ -310,21 +296,18 @@ def test_requests_beyond_those_answered_at_once_are_told_to_come_back(queue: Com
         assert ready.wait(60)
         return {"step": 5}
 
-    served = ControlServer("job", queue, {"status": slow}, host="127.0.0.1", ports=[0], token=TOKEN)
-    try:
-        with ThreadPoolExecutor(MAX_ANSWERS) as pool:
-            waiting = [pool.submit(ask, served.port, "GET", "/jobs/job/status") for _ in range(MAX_ANSWERS)]
+    with serving(queue, slow) as served, ThreadPoolExecutor(MAX_ANSWERS) as pool:
+        waiting = [pool.submit(ask, served.port, "GET", "/jobs/job/status") for _ in range(MAX_ANSWERS)]
+        try:
             for _ in waiting:
                 assert begun.acquire(timeout=60)
             code, told, answer = ask(served.port, "GET", "/jobs/job/status")
             assert (code, answer.headers["Retry-After"]) == (503, "1")
             assert told["error"]
+        finally:
             ready.set()
-            assert {each.result()[0] for each in waiting} == {200}
+        assert {each.result()[0] for each in waiting} == {200}
         assert ask(served.port, "GET", "/jobs/job/status")[0] == 200
-    finally:
-        ready.set()
-        served.close()
 
 
 def test_many_clients_at_once_lose_no_command(job: ControlServer, queue: CommandQueue) -> None:
@@ -349,7 +332,6 @@ def test_commands_are_applied_in_their_order_and_once(queue: CommandQueue) -> No
     queue.finish(queue.applied()[0].done(Path("one")))
     queue.finish(first.failed("too late"))  # has its answer
     found = queue.get(first.id)
-    assert found is not None
     assert (found.state, found.reason) == ("done", None)
     queue.on_agreed(CommandCounts(saves=2, stops=2))
     assert [c.id for c in queue.applied()] == [second.id, third.id]
@@ -367,53 +349,31 @@ def test_a_status_that_fails_is_an_answer(queue: CommandQueue) -> None:
     def broken() -> dict[str, Any]:
         raise RuntimeError("changed size during iteration")
 
-    served = ControlServer("job", queue, {"status": broken}, host="127.0.0.1", ports=[0], token=TOKEN)
-    try:
+    with serving(queue, broken) as served:
         assert ask(served.port, "GET", "/jobs/job/status")[0] == 500
         assert ask(served.port, "POST", "/jobs/job/control", {"command": "save"})[0] == 202
-    finally:
-        served.close()
-
-
-def free_ports(count: int) -> list[int]:
-    held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in held]
-    for sock in held:
-        sock.close()
-    return ports
 
 
 def test_the_first_free_port_is_taken_and_none_is_an_error(queue: CommandQueue) -> None:
-    make: Callable[[list[int]], ControlServer] = lambda ports: ControlServer(  # noqa: E731
-        "job", queue, {"status": dict}, host="127.0.0.1", ports=ports, token=TOKEN
-    )
-    one, two = free_ports(2)
-    first = make([one, two])
-    second = make([one, two])
-    assert (first.port, second.port) == (one, two)
-    with pytest.raises(OSError, match=f"all ports from {one} to {two} are in use on 127.0.0.1") as failed:
-        make([one, two])
+    def make(*ports: int, host: str = "127.0.0.1") -> ControlServer:
+        return ControlServer("job", queue, {"status": dict}, host=host, ports=[*ports], token=TOKEN)
+
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as two:
+        ports = [each.getsockname()[1] for each in (one, two)]
+    first, second = make(*ports), make(*ports)
+    assert [first.port, second.port] == ports
+    with pytest.raises(OSError, match=f"all ports from {ports[0]} to {ports[1]} are in use on 127.0.0.1") as failed:
+        make(*ports)
     assert failed.value.errno == errno.EADDRINUSE
-    first.close()
-    first.close()
-    third = make([one])
-    assert third.port == one
-    second.close()
-    third.close()
-    with pytest.raises(OSError, match=r"assign requested address"):
-        ControlServer("job", queue, {"status": dict}, host="192.0.2.1", ports=[0], token=TOKEN)
-
-
-def test_a_closed_server_is_gone_at_once(job: ControlServer) -> None:
     began = time.monotonic()
-    job.close()
+    first.close()
+    first.close()
     assert time.monotonic() - began < 1
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", job.port if job.port > 0 else 1))
-
-
-def test_too_many_open_commands_are_refused(queue: CommandQueue) -> None:
-    for _ in range(MAX_OPEN):
-        queue.submit("save")
-    with pytest.raises(ControlError, match="100 commands wait for an answer"):
-        queue.submit("save")
+    third = make(ports[0])
+    assert third.port == ports[0]
+    for each in (second, third):
+        each.close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", ports[1]))
+    with pytest.raises(OSError, match=r"assign requested address"):
+        make(0, host="192.0.2.1")

@@ -11,12 +11,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import chats
 import numpy as np
 import pytest
 import tokenizers
 import torch
 import transformers
-from program import forgather
+from chats import write_lines
+from program import document, forgather
+from streams import all_ids
 from tiny import metrics
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
@@ -38,7 +41,7 @@ from forgather_cli.data.cache import Cache, digest
 from forgather_cli.data.text import tokenize
 from forgather_cli.data.text.corpus import find_corpus
 from forgather_cli.data.text.tokenizer import FileTokenizer, load_tokenizer
-from forgather_cli.errors import DataError
+from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.finalize.sample import choose_sample
 from forgather_cli.run_dir import RunDir
 
@@ -60,11 +63,14 @@ def write_tokenizer(
     """
     special = [BEGIN, END, "[gMASK]"]
     if spelled:
-        words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz▁,"]
+        letters = "abcdefghijklmnopqrstuvwxyz▁,"
+        words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, "is", "▁is"]
         vocab = {word: number for number, word in enumerate(words)}
-        made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True))
+        made = tokenizers.Tokenizer(models.BPE(vocab, [("i", "s"), ("▁", "is")], unk_token="<unk>", byte_fallback=True))
         made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-        made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+        made.decoder = decoders.Sequence(
+            [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        )
     else:
         vocab = {character: number for number, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
         made = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -86,15 +92,8 @@ def write_tokenizer(
 
 def write_model(directory: Path, kind: str = "llama") -> Path:
     """A small random Llama with a tokenizer, as transformers saves them."""
-    torch.manual_seed(1)
-    write_tokenizer(directory, kind)
-    ids = {"bos_token_id": 256, "eos_token_id": 257}
-    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(
-        vocab_size=259, max_position_embeddings=128, initializer_range=0.5, **shape, **ids
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
-    return directory
+    chats.write_model(directory, "llama", 259, initializer_range=0.5, bos_token_id=256, eos_token_id=257)
+    return write_tokenizer(directory, kind)
 
 
 @pytest.fixture
@@ -104,32 +103,26 @@ def directory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents()))
-    return path
+    return write_lines(tmp_path / "corpus.jsonl", [{"text": text} for text in documents()])
 
 
 def documents() -> list[str]:
     return [f"Page {number} says " + "a word " * (number * 5 % 13) for number in range(40)]
 
 
-def text(corpus: Path, directory: Path | str, **settings: Any) -> TextSettings:
-    defaults: dict[str, Any] = {"seq_len": 32, "eval_fraction": 0.0, "cache_dir": str(corpus.parent / "cache")}
-    return TextSettings(files=[str(corpus)], tokenizer=str(directory), **{**defaults, **settings})
-
-
-def all_ids(dataset: Any) -> list[int]:
-    return [token for row in dataset for token in row["input_ids"].tolist()]
-
-
-# --------------------------------------------------------------------------------------------------------- the own rule
+def text(corpus: Path, directory: Path | str, *, streams: bool = False, **settings: Any) -> TextSettings | HfSettings:
+    common: dict[str, Any] = {"seq_len": 32, "tokenizer": str(directory), **settings}
+    if streams:
+        return HfSettings(data_files=[str(corpus)], streaming=True, **common)
+    return TextSettings(files=[str(corpus)], eval_fraction=0.0, cache_dir=str(corpus.parent / "cache"), **common)
 
 
 @pytest.mark.parametrize("spelled", [False, True])
 @pytest.mark.parametrize("kind", [*TEMPLATES, "gpt2"])
 def test_a_tokenizers_own_rule_is_what_transformers_does(tmp_path: Path, kind: str, spelled: bool) -> None:
     # beside a tokenizer.json these two count for nothing (transformers 5)
-    for number, flags in enumerate([{}, {"add_bos_token": True, "add_eos_token": True}, {"add_bos_token": False}]):
+    told: list[dict[str, Any]] = [{}, {"add_bos_token": kind != "both", "add_eos_token": True}]
+    for number, flags in enumerate(told if kind in ("both", "gpt2") else told[:1]):
         path = write_tokenizer(tmp_path / str(number), kind, spelled=spelled, config=flags)
         ours, theirs = FileTokenizer(path), transformers.AutoTokenizer.from_pretrained(path)
         for each in TEXTS:
@@ -138,7 +131,7 @@ def test_a_tokenizers_own_rule_is_what_transformers_does(tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("name", ["LlamaTokenizer", "GemmaTokenizer", "Qwen2Tokenizer", "GPT2Tokenizer"])
-@pytest.mark.parametrize("kind", ["llama", "both", "none"])
+@pytest.mark.parametrize("kind", ["both", "none"])
 def test_so_it_is_in_classes_of_families(tmp_path: Path, kind: str, name: str) -> None:
     config = {"tokenizer_class": name, "unk_token": "<unk>", "add_bos_token": kind == "none"}
     path = write_tokenizer(tmp_path / "it", kind, spelled=True, config=config)
@@ -156,42 +149,26 @@ def test_the_rule_may_be_overruled(tmp_path: Path) -> None:
         load_tokenizer(str(gpt2), add_bos=True)
 
 
-def test_fingerprints_tell_the_rule_and_are_those_of_before_without(tmp_path: Path) -> None:
-    made = {kind: write_tokenizer(tmp_path / kind, kind) for kind in ("llama", "gpt2")}
-
-    def before(kind: str) -> str:  # as 0.2 made them
-        content = hashlib.sha256((made[kind] / "tokenizer.json").read_bytes()).hexdigest()
-        parts = [content, {"eos": END, "bos": BEGIN, "pad": None}]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
-
-    of = {(kind, rule): FileTokenizer(made[kind], add_bos=rule).fingerprint for kind in made for rule in (None, False)}
-    assert of["llama", False] == before("llama")
-    assert of["gpt2", False] == of["gpt2", None] == before("gpt2")
-    assert of["llama", None] != before("llama")
-    assert FileTokenizer(made["gpt2"], add_bos=True).fingerprint != before("gpt2")
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_fingerprints_tell_the_rule_and_are_those_of_before_without(tmp_path: Path, kind: str) -> None:
+    path = write_tokenizer(tmp_path / kind, kind)
+    content = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
+    parts = [content, {"eos": END, "bos": BEGIN, "pad": None}]
+    before = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]  # as 0.2 made them
+    own, never, always = (FileTokenizer(path, add_bos=rule).fingerprint for rule in (None, False, True))
+    assert never == before != always
+    assert (own == before) is (kind == "gpt2")
 
 
-def test_own_tokenizers_have_no_such_rule(capfd: pytest.CaptureFixture[str]) -> None:
-    assert (load_tokenizer("bytes").prefix_tokens, load_tokenizer("bytes").suffix_tokens) == ((), ())
-    for words in ("add_bos=true", "add_bos=true tokenizer=bpe"):
-        assert forgather("plan", *words.split()) == 2
-        assert "add_bos: nothing reads it with tokenizer=b" in capfd.readouterr().err
-
-
-# ----------------------------------------------------------------------------------------------------- the data options
-
-
-@pytest.mark.parametrize("kind", ["llama", "both", "end", "glm", "gpt2"])
-@pytest.mark.parametrize("source", ["files", "stream"])
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [("llama", "files"), ("both", "stream"), ("end", "files"), ("glm", "stream"), ("gpt2", "files")],
+)
 def test_each_document_is_written_as_a_text_with_one_end(corpus: Path, tmp_path: Path, kind: str, source: str) -> None:
     path = write_tokenizer(tmp_path / kind, kind)
     ids = transformers.AutoTokenizer.from_pretrained(path)(documents())["input_ids"]
     expected = [token for each in ids for token in (each if each[-1] == 257 else [*each, 257])]
-    if source == "files":
-        data = load_data(text(corpus, path), seed=0)
-    else:
-        data = load_data(HfSettings(data_files=[str(corpus)], tokenizer=str(path), seq_len=32, streaming=True), seed=0)
-    found = all_ids(data.train)
+    found = all_ids(load_data(text(corpus, path, streams=source == "stream"), seed=0).train)
     assert len(found) > len(expected) - 32
     assert found == expected[: len(found)]
     assert load_data(text(corpus, path, add_bos=False), seed=0).description["train_tokens"] == sum(
@@ -201,17 +178,13 @@ def test_each_document_is_written_as_a_text_with_one_end(corpus: Path, tmp_path:
 
 @pytest.mark.parametrize("isolate", [False, True])
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "pad"])
-@pytest.mark.parametrize("kind", ["llama", "glm"])
 @pytest.mark.parametrize("streams", [False, True])
 def test_what_begins_a_document_is_no_target_and_all_else_is(
-    corpus: Path, tmp_path: Path, kind: str, packing: Any, isolate: bool, streams: bool
+    corpus: Path, tmp_path: Path, packing: Any, isolate: bool, streams: bool
 ) -> None:
-    path = write_tokenizer(tmp_path / kind, kind)
+    path = write_tokenizer(tmp_path / "glm", "glm")
     prefix = FileTokenizer(path).prefix_tokens
-    settings: dict[str, Any] = {"packing": packing, "isolate_documents": isolate}
-    option: Any = text(corpus, path, **settings)
-    if streams:
-        option = HfSettings(data_files=[str(corpus)], tokenizer=str(path), seq_len=32, streaming=True, **settings)
+    option = text(corpus, path, streams=streams, packing=packing, isolate_documents=isolate)
     begun = 0
     for row in load_data(option, seed=0).train:
         ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
@@ -231,27 +204,20 @@ def test_what_begins_a_document_is_no_target_and_all_else_is(
 SPELLED = [f"{BEGIN}one two", f"{BEGIN} three", "four", BEGIN, f"[gMASK]{BEGIN}five", f"six{BEGIN}"]
 
 
-@pytest.mark.parametrize("source", ["files", "stream", "memory"])
 @pytest.mark.parametrize("kind", ["llama", "glm"])
-def test_what_a_text_spells_at_its_beginning_stands_there_once(tmp_path: Path, kind: str, source: str) -> None:
+def test_what_a_text_spells_at_its_beginning_stands_there_once(tmp_path: Path, kind: str) -> None:
     path = write_tokenizer(tmp_path / kind, kind)
     tokenizer = FileTokenizer(path)
     begin = list(tokenizer.prefix_tokens)
     bare = [tokenizer.encode(each.removeprefix("[gMASK]" if kind == "glm" else "").removeprefix(BEGIN))
             for each in SPELLED]  # fmt: skip
-    if source == "memory":
-        assert [tokenizer.encode_prompt(each) for each in SPELLED] == [begin + ids for ids in bare]
-        return
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": each}) + "\n" for each in SPELLED))
-    if source == "files":
-        data = load_data(text(corpus, path, seq_len=4), seed=0)
-    else:
-        data = load_data(HfSettings(data_files=[str(corpus)], tokenizer=str(path), seq_len=4, streaming=True), seed=0)
+    assert [tokenizer.encode_prompt(each) for each in SPELLED] == [begin + ids for ids in bare]
+    corpus = write_lines(tmp_path / "corpus.jsonl", [{"text": each} for each in SPELLED])
     expected = [token for ids in bare for token in (*begin, *ids, 257)]
-    found = all_ids(data.train)
-    assert len(found) > len(expected) - 4
-    assert found == expected[: len(found)]
+    for streams in (False, True):
+        found = all_ids(load_data(text(corpus, path, seq_len=4, streams=streams), seed=0).train)
+        assert len(found) > len(expected) - 4
+        assert found == expected[: len(found)]
     for packing in ("concat", "best_fit", "pad"):  # and it is no target
         for row in load_data(text(corpus, path, seq_len=16, packing=packing), seed=0).train:
             ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
@@ -270,8 +236,7 @@ def test_runs_of_before_go_on_where_no_text_spells_it(corpus: Path, directory: P
         refused, _ = compare_configs(before, identity, {"data"})
         return refused
 
-    spelled = tmp_path / "spelled.jsonl"
-    spelled.write_text("".join(json.dumps({"text": each}) + "\n" for each in [*documents(), *SPELLED]))
+    spelled = write_lines(tmp_path / "spelled.jsonl", [{"text": each} for each in [*documents(), *SPELLED]])
     assert formerly(corpus, directory) == []
     assert formerly(spelled, write_tokenizer(tmp_path / "gpt2", "gpt2")) == []
     [refused] = formerly(spelled, directory)
@@ -279,41 +244,14 @@ def test_runs_of_before_go_on_where_no_text_spells_it(corpus: Path, directory: P
     assert "resume_components" in refused
 
 
-def test_a_prompt_of_generate_and_of_samples_may_spell_it(
-    tmp_path: Path, directory: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from forgather_cli.callbacks.textgen import _encoded
-
-    tokenizer = FileTokenizer(directory)
-    assert _encoded([BEGIN + PROMPT, PROMPT, BEGIN], tokenizer) == [
-        [256, *tokenizer.encode(PROMPT)], [256, *tokenizer.encode(PROMPT)], [256]
-    ]  # fmt: skip
-    path = write_model(tmp_path / "model")
-    plain = greedy(capsys, path)
-    told = ["--prompt", BEGIN + PROMPT, "--greedy", "--max-new-tokens", "12", "--json", "--device", "cpu"]
-    assert forgather("generate", str(path), *told) == 0
-    assert json.loads(capsys.readouterr().out)["text"] == plain
-
-
-def test_a_text_of_a_proof_may_spell_it(directory: Path, tmp_path: Path) -> None:
-    words = "once upon a time there was a king " * 20
-    for name, content in (("plain", words), ("spelled", BEGIN + words)):
-        (tmp_path / f"{name}.txt").write_text(content)
-    tokenizer = FileTokenizer(directory)
-    plain, spelled = (choose_sample(tmp_path / f"{name}.txt", None, tokenizer, 64) for name in ("plain", "spelled"))
-    assert [ids.tolist() for ids, _ in plain.sequences] == [ids.tolist() for ids, _ in spelled.sequences]
-
-
 def test_conversations_have_what_their_template_writes(tmp_path: Path) -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{{ eos_token }}"
     path = write_tokenizer(tmp_path / "llama", config={"chat_template": template + "{% endgeneration %}{% endfor %}"})
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    (tmp_path / "chats.jsonl").write_text(f"{json.dumps({'messages': talk})}\n" * 3)
+    write_lines(tmp_path / "chats.jsonl", [{"messages": talk}] * 3)
     expected = transformers.AutoTokenizer.from_pretrained(path).apply_chat_template(talk)["input_ids"]
-    files, cache = [str(tmp_path / "chats.jsonl")], str(tmp_path / "cache")
-    option = InstructSettings(
-        files=files, tokenizer=str(path), seq_len=64, cache_dir=cache, packing="pad", eval_fraction=0
-    )
+    option = InstructSettings(files=["chats.jsonl"], tokenizer=str(path), seq_len=64, cache_dir="cache", packing="pad",
+                              eval_fraction=0)  # fmt: skip
     row = load_data(option, seed=0).train[0]["input_ids"].tolist()
     assert row[: len(expected)] == expected
     assert row.count(256) == 1
@@ -336,9 +274,7 @@ def test_tokens_from_elsewhere_are_taken_as_they_are_and_that_is_told(
     assert [case for case, is_so in warned.items() if is_so] == [("without", None)]
 
 
-def test_encoder_decoders_read_no_such_token(
-    directory: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_encoder_decoders_read_no_such_token(directory: Path, corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "pairs.jsonl").write_text('{"input": "one", "target": "two"}\n' * 4)
     common: dict[str, Any] = {"tokenizer": str(directory), "cache_dir": str(tmp_path / "cache"), "eval_fraction": 0.0}
     lengths: dict[str, Any] = {"max_encoder_length": 64, "max_decoder_length": 64, "packing": "pad"}
@@ -348,22 +284,16 @@ def test_encoder_decoders_read_no_such_token(
                            tokenizer=str(directory), eval_split="train", **lengths)  # fmt: skip
     for option in (pairs, masked, streamed):
         data = load_data(option, seed=0, num_sentinels=32)
-        assert data.tokenizer is not None
         assert data.tokenizer.encode_prompt("a") == data.tokenizer.encode("a")
         rows = itertools.islice(data.train, 4)
         assert not any(256 in row[side] for row in rows for side in ("input_ids", "labels"))
-    assert forgather("plan", "qwen3_encdec_small", f"data.tokenizer={directory}", "data.add_bos=true") == 2
-    assert "data.add_bos" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"data\.add_bos"):
+        load_config("qwen3_encdec_small", [f"data.tokenizer={directory}", "data.add_bos=true"])
 
 
-# ------------------------------------------------------------------------------------------- generation and evaluation
-
-
-def greedy(capsys: pytest.CaptureFixture[str], source: Path | str, *words: str) -> str:
-    capsys.readouterr()
-    told = ["--prompt", PROMPT, "--greedy", "--max-new-tokens", "12", "--json", "--device", "cpu"]
-    assert forgather("generate", str(source), *told, *words) == 0
-    return str(json.loads(capsys.readouterr().out)["text"])
+def greedy(capsys: pytest.CaptureFixture[str], source: Path | str, prompt: str = PROMPT) -> str:
+    told = ["--prompt", prompt, "--greedy", "--max-new-tokens", "12", "--device", "cpu"]
+    return str(document(capsys, "generate", str(source), *told)["text"])
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -374,6 +304,8 @@ def test_generate_writes_what_the_pipeline_of_transformers_writes(
     pipeline = transformers.pipeline("text-generation", model=str(path), device="cpu")
     (expected,) = pipeline(PROMPT, do_sample=False, max_new_tokens=12, return_full_text=False)
     assert greedy(capsys, path) == expected["generated_text"]
+    if kind == "llama":
+        assert greedy(capsys, path, BEGIN + PROMPT) == expected["generated_text"]
 
 
 def test_prompts_of_a_run_begin_as_its_texts(directory: Path, tmp_path: Path) -> None:
@@ -383,6 +315,7 @@ def test_prompts_of_a_run_begin_as_its_texts(directory: Path, tmp_path: Path) ->
     for rule, prefix in ((None, [256]), (False, [])):
         tokenizer = FileTokenizer(directory, add_bos=rule)
         assert _encoded(callback.prompts, tokenizer) == [[*prefix, *tokenizer.encode(PROMPT)], [256]]
+    assert _encoded([BEGIN + PROMPT, BEGIN], FileTokenizer(directory)) == [[256, *tokenizer.encode(PROMPT)], [256]]
 
 
 def test_an_evaluation_counts_each_byte_once_and_no_first_token(
@@ -397,23 +330,26 @@ def test_an_evaluation_counts_each_byte_once_and_no_first_token(
             total += float(model(ids, labels=ids).loss) * (ids.shape[1] - 1)
         count += ids.shape[1] - 1
     words = ["data=text", f"data.files=[{corpus}]", "packing=pad", "seq_len=128", "device=cpu", "cache_dir=cache"]
-    capsys.readouterr()
-    assert forgather("eval", str(path), *words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
+    found = document(capsys, "eval", str(path), *words)
     num_bytes = sum(len(each.encode()) for each in documents())
     assert (found["eval_targets"], found["eval_bytes"]) == (count, num_bytes) == (num_bytes + 40, num_bytes)
     assert math.isclose(found["eval_loss"], total / count, rel_tol=1e-5)
     assert math.isclose(found["eval_bits_per_byte"], total / math.log(2) / num_bytes, rel_tol=1e-5)
 
 
-def test_a_proof_reads_texts_as_the_model_does(directory: Path) -> None:
+def test_a_proof_reads_texts_as_the_model_does(directory: Path, tmp_path: Path) -> None:
+    words = "once upon a time there was a king " * 20
+    for name, content in (("plain", words), ("spelled", BEGIN + words)):
+        (tmp_path / f"{name}.txt").write_text(content)
+    texts = [
+        choose_sample(tmp_path / f"{name}.txt", None, FileTokenizer(directory), 64) for name in ("plain", "spelled")
+    ]
+    plain, spelled = ([ids.tolist() for ids, _ in each.sequences] for each in texts)
+    assert plain == spelled
     for rule, begins in ((None, True), (False, False)):
         sample = choose_sample(None, None, FileTokenizer(directory, add_bos=rule), 64)
         assert all((int(ids[0, 0]) == 256) == begins for ids, _ in sample.sequences)
         assert max(ids.shape[1] for ids, _ in sample.sequences) == 64
-
-
-# ---------------------------------------------------------------------------------------------------- runs of before
 
 
 def test_a_run_saved_without_the_setting_goes_on_as_it_was(
@@ -426,7 +362,7 @@ def test_a_run_saved_without_the_setting_goes_on_as_it_was(
         "per_device_train_batch_size=4", "save_steps=2", "max_eval_samples=8",
     ]  # fmt: skip
     assert forgather("train", *words, "max_steps=4", "data.add_bos=false", "output_dir=whole") == 0
-    assert forgather("train", *words, "max_steps=4", "output_dir=new") == 0
+    assert forgather("train", *words, "max_steps=1", "output_dir=new") == 0
     shutil.copytree("whole", "old")
     shutil.rmtree("old/checkpoints/step-00000004")
     config = load_tree(Path("old/config.yaml"))
@@ -436,30 +372,13 @@ def test_a_run_saved_without_the_setting_goes_on_as_it_was(
     losses = {
         name: {each["step"]: each.get("loss") for each in metrics(Path(name))} for name in ("whole", "old", "new")
     }
-    assert losses["old"] == losses["whole"] != losses["new"]
+    assert losses["old"] == losses["whole"]
+    assert losses["old"][1] != losses["new"][1]
     assert load_tree(RunDir(Path("old")).newest_config())["data"]["add_bos"] is False
     # it is sampled from and evaluated as it was trained, by its tokenizer's rule nowhere
-    for name, twin in (("old", "--"), ("new", model)):
-        shutil.rmtree("copy", ignore_errors=True)
-        shutil.copytree(f"{name}/checkpoints/step-00000004/model", "copy")
-        assert (greedy(capsys, name) == greedy(capsys, "copy")) == (twin == model)
-    tokens = {}
-    for name in ("old", "new"):
-        other = ["data=text", f"data.files=[{corpus}]", "seq_len=32", "cache_dir=cache"]
-        for way in ([], other):
-            assert forgather("eval", name, *way, "--json") == 0
-            tokens[name, bool(way)] = json.loads(capsys.readouterr().out)["data"]
+    shutil.copytree("old/checkpoints/step-00000004/model", "copy")
+    assert greedy(capsys, "old") != greedy(capsys, "copy")
     whole = sum(len(each.encode()) + 1 for each in documents())
-    assert tokens["old", True]["eval_tokens"] == whole
-    assert tokens["new", True]["eval_tokens"] == whole + 40
-    assert (
-        tokens["new", False]["train_tokens"] - tokens["old", False]["train_tokens"]
-        == tokens["old", False]["train_documents"]
-    )
-
-
-def test_finetuning_takes_the_rule_of_the_model(tmp_path: Path) -> None:
-    for recipe in ("finetune", "chat_finetune"):
-        data: Any = load_config(recipe, [f"model.path={tmp_path}", *["data.files=[x.jsonl]"] * (recipe != "finetune")])
-        assert data.config.data.add_bos is None
-        assert data.tree["data"]["tokenizer"] == str(tmp_path)
+    for way in ([], ["data=text", f"data.files=[{corpus}]", "seq_len=32", "cache_dir=cache"]):
+        told = document(capsys, "eval", "old", *way)["data"]
+        assert told["eval_tokens"] + (0 if way else told["train_tokens"]) == whole

@@ -13,8 +13,8 @@ import torch
 import transformers
 import yaml
 from chats import conversation, write_chats, write_tokenizer
-from parity import LAYOUTS, Result, assert_near, assert_parity
-from program import forgather
+from parity import LAYOUTS, Result, assert_near
+from program import document, forgather
 from safetensors.torch import load_file, save_file
 
 from forgather_cli.config.decode import dump_tree
@@ -27,7 +27,6 @@ from forgather_cli.errors import DataError
 from forgather_cli.finalize.tokens import NewToken, add_to_tokenizer
 from forgather_cli.inference.source import load_source
 from forgather_cli.plan.run import make_plan
-from forgather_cli.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 START, END = "<|im_start|>", "<|im_end|>"
@@ -66,13 +65,6 @@ def runs(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Res
     return {name: hf_models.train(LAYOUTS["single"], words(place, name), folder / name) for name in ("tied", "untied")}
 
 
-def newest(run: Path) -> Path:
-    return RunDir(run).checkpoint(RunDir(run).checkpoint_steps()[-1]) / "model"
-
-
-# ----------------------------------------------------------------------------------------------------------- pretrained
-
-
 @pytest.mark.parametrize("name", ["tied", "untied"])
 def test_new_rows_are_the_mean_of_the_old(name: str, place: Path, runs: dict[str, Result]) -> None:
     old = load_file(place / name / "model.safetensors")
@@ -87,7 +79,7 @@ def test_new_rows_are_the_mean_of_the_old(name: str, place: Path, runs: dict[str
 def test_each_marker_is_one_token_of_what_is_trained_and_of_the_checkpoint(
     place: Path, runs: dict[str, Result]
 ) -> None:
-    model, known = newest(runs["untied"].path), len(FileTokenizer(place / "untied").encode(START))
+    model, known = hf_models.newest_model(runs["untied"].path), len(FileTokenizer(place / "untied").encode(START))
     theirs, ours = transformers.AutoTokenizer.from_pretrained(model), FileTokenizer(model)
     tokens = FileTokenizer(place / "untied").vocab_size
     assert known > 1
@@ -104,7 +96,7 @@ def test_each_marker_is_one_token_of_what_is_trained_and_of_the_checkpoint(
 
 def test_a_finalized_model_has_the_same_ids_and_logits(runs: dict[str, Result], tmp_path: Path) -> None:
     final = tmp_path / "final"
-    assert forgather("finalize", str(newest(runs["tied"].path).parent), str(final)) == 0
+    assert forgather("finalize", str(hf_models.newest_model(runs["tied"].path).parent), str(final)) == 0
     theirs = transformers.AutoModelForCausalLM.from_pretrained(final).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(final)
     text = tokenizer.apply_chat_template(conversation(1), tokenize=False)
@@ -116,28 +108,20 @@ def test_a_finalized_model_has_the_same_ids_and_logits(runs: dict[str, Result], 
     assert "<|im_end|>" not in tokenizer.decode(ids[0], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"), [("tied", "ddp 2"), ("tied", "1F1B 2"), ("untied", "1F1B 2"), ("untied", "fsdp2 2")]
-)
-def test_every_strategy_begins_and_learns_alike(
-    name: str, layout: str, place: Path, runs: dict[str, Result], tmp_path: Path
+@pytest.mark.parametrize(("name", "layouts"), [("tied", ("1F1B 2", "single")), ("untied", ("fsdp2 2", "1F1B 2"))])
+def test_every_strategy_begins_alike_and_goes_on_from_another(
+    name: str, layouts: tuple[str, str], place: Path, runs: dict[str, Result], tmp_path: Path
 ) -> None:
-    found = hf_models.train(LAYOUTS[layout], words(place, name), tmp_path)
-    for tensor, rows in runs[name].begin.items():
-        assert torch.equal(found.begin[tensor], rows), tensor
-    assert_parity(found, runs[name])
-
-
-def test_a_run_goes_on_under_another_strategy(place: Path, runs: dict[str, Result], tmp_path: Path) -> None:
     stop = ["+callbacks.probe.stop_after=2"]
-    hf_models.train(LAYOUTS["fsdp2 2"], words(place, "untied"), tmp_path, stop)
-    found = hf_models.train(LAYOUTS["single"], words(place, "untied"), tmp_path, resume=True)
-    assert_near(found.losses, runs["untied"].losses[2:], "loss")
+    first = hf_models.train(LAYOUTS[layouts[0]], words(place, name), tmp_path, stop)
+    for tensor, rows in runs[name].begin.items():
+        assert torch.equal(first.begin[tensor], rows), tensor
+    then = hf_models.train(LAYOUTS[layouts[1]], words(place, name), tmp_path, resume=True)
+    assert_near([*first.losses, *then.losses], runs[name].losses, "loss")
 
 
-@pytest.mark.parametrize("layout", ["single", "1F1B 2"])
-def test_a_class_of_transformers_grows_alike(layout: str, place: Path, runs: dict[str, Result], tmp_path: Path) -> None:
-    found = hf_models.train(LAYOUTS[layout], words(place, "tied", "transformers"), tmp_path)
+def test_a_class_of_transformers_grows_alike(place: Path, runs: dict[str, Result], tmp_path: Path) -> None:
+    found = hf_models.train(LAYOUTS["1F1B 2"], words(place, "tied", "transformers"), tmp_path)
     assert torch.equal(found.begin[EMBEDDING], runs["tied"].begin[EMBEDDING])
     assert_near(found.losses, runs["tied"].losses, "loss")
 
@@ -162,9 +146,6 @@ def test_spare_rows_are_taken_first_and_other_tensors_left_alone(kind: str, tmp_
     torch.testing.assert_close(begin[EMBEDDING][tokens : tokens + 2], mean, rtol=1e-6, atol=1e-7)
 
 
-# ---------------------------------------------------------------------------------------------------------- the command
-
-
 @pytest.fixture(scope="module")
 def fresh(place: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [
@@ -176,26 +157,23 @@ def fresh(place: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def rows_of(run: Path) -> int:
-    rows: int = json.loads((newest(run) / "config.json").read_text())["vocab_size"]
+    rows: int = json.loads((hf_models.newest_model(run) / "config.json").read_text())["vocab_size"]
     return rows
 
 
 def test_fresh_weights_have_them_and_say_so(fresh: list[str], tmp_path: Path, capfd: Any) -> None:
     run = tmp_path / "run"
     assert forgather("train", *fresh, f"output_dir={run}") == 0
-    shown = capfd.readouterr()
-    said = [line for line in (shown.out + shown.err).splitlines() if START in line]
-    assert len(said) == 1
-    assert END in said[0]
-    assert rows_of(run) == 259
-    assert make_plan(load_config(None, fresh).config).vocab_size == 259
-    assert json.loads((newest(run) / "generation_config.json").read_text())["eos_token_id"] == [256, 258]
+    [said] = [line for line in "".join(capfd.readouterr()).splitlines() if START in line]
+    assert END in said
+    model = hf_models.newest_model(run)
+    assert rows_of(run) == make_plan(load_config(None, fresh).config).vocab_size == 259
+    assert transformers.AutoTokenizer.from_pretrained(model).chat_template == CHATML
+    assert json.loads((model / "generation_config.json").read_text())["eos_token_id"] == [256, 258]
     write_chats(tmp_path / "few.jsonl", 5)
-    capfd.readouterr()
     other = ["data=instruct", f"data.files=[{tmp_path}/few.jsonl]", "data.chat_template=chatml"]
     for given in ([], other):
-        assert forgather("eval", str(run), "--json", *given) == 0
-        assert json.loads(capfd.readouterr().out)["eval_targets"] > 0
+        assert document(capfd, "eval", str(run), *given)["eval_targets"] > 0
 
 
 def test_a_run_saved_without_the_setting_keeps_its_ids(fresh: list[str], tmp_path: Path) -> None:
@@ -213,15 +191,12 @@ def test_a_vocabulary_without_room_is_left_as_it_is_unless_told(fresh: list[str]
     run = tmp_path / "run"
     assert forgather("train", *fresh, "model.vocab_size=258", f"output_dir={run}") == 0
     assert "data.add_tokens=true" in capfd.readouterr().err
-    assert len(FileTokenizer(newest(run)).encode(END)) == len(END)
+    assert len(FileTokenizer(hf_models.newest_model(run)).encode(END)) == len(END)
     told = [*fresh, "model.vocab_size=258", "data.add_tokens=true", f"output_dir={tmp_path}/told"]
     assert forgather("train", *told) != 0
     assert "model.vocab_size" in capfd.readouterr().err
     assert forgather("train", *fresh, "model.vocab_size=300", f"output_dir={tmp_path}/wide") == 0
-    assert FileTokenizer(newest(tmp_path / "wide")).encode(END) == [258]
-
-
-# ------------------------------------------------------------------------------------------------------------- markers
+    assert FileTokenizer(hf_models.newest_model(tmp_path / "wide")).encode(END) == [258]
 
 
 @pytest.mark.parametrize(
@@ -279,9 +254,8 @@ def test_a_list_of_added_tokens_in_the_config_has_them_too(kind: str, adds: str,
     write_tokenizer(source, None, POOR)
     path = source / "tokenizer_config.json"
     added = {"0": {"content": POOR[0], "special": True, "normalized": False, "lstrip": False, "rstrip": False}}
-    path.write_text(
-        json.dumps({**json.loads(path.read_text()), "tokenizer_class": kind, "added_tokens_decoder": added})
-    )
+    told = {**json.loads(path.read_text()), "tokenizer_class": kind, "added_tokens_decoder": added}
+    path.write_text(json.dumps(told))
     if adds == "data":
         load_tokenizer(str(source), added=[START, END]).save(made)
     else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import signal
 import socket
+import stat
 import subprocess
-import sys
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -17,26 +18,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from chats import write_lines
 from program import modules_after
 from stepwise import Stepwise
+from streams import all_ids
 
-from forgather_cli.config.schema import PythonStdlibSettings, SyntheticSettings, Target, TextSettings, TokensSettings
+from forgather_cli.config.schema import SyntheticSettings, Target, TextSettings, TokensSettings
 from forgather_cli.data import cache as cache_module
 from forgather_cli.data.build import cached_token_counts, load_data
 from forgather_cli.data.cache import Cache
-from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
+from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.text import tokenize
-from forgather_cli.data.text.tokenizer import train_bpe
+from forgather_cli.data.text.token_files import open_token_files
+from forgather_cli.data.text.tokenizer import load_tokenizer, train_bpe
 from forgather_cli.errors import ConfigError, DataError
 
 
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
     records = [{"text": f"Document {i} says: " + "word " * (i % 17)} for i in range(300)]
-    path = tmp_path / "corpus.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
+    return write_lines(tmp_path / "corpus.jsonl", records)
 
 
 @pytest.fixture
@@ -52,47 +54,34 @@ def load(option: Any, seed: int = 1) -> DataSplits:
     return load_data(option, seed=seed)
 
 
-def all_tokens(dataset: Any) -> list[int]:
-    return dataset.__getitems__(list(range(len(dataset))))["input_ids"].flatten().tolist()
-
-
 def token_dirs(cache: str) -> list[str]:
     return sorted(os.listdir(Path(cache, "tokens")))
 
 
-# --------------------------------------------------------------------------------------------------------- text
-
-
 def test_text_to_samples_and_back(corpus: Path, cache: str) -> None:
     data = load(text(corpus, cache, eval_fraction=0.1))
-    assert data.eval is not None
-    ids = all_tokens(data.train)
+    ids = all_ids(data.train)
     ends = [i for i, token in enumerate(ids) if token == data.tokenizer.eos_token_id]
     records = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     assert data.tokenizer.decode(ids[: ends[0]]) == records[0]
-    held_out = data.tokenizer.decode(all_tokens(data.eval)).split("<|endoftext|>")
+    held_out = data.tokenizer.decode(all_ids(data.eval)).split("<|endoftext|>")
     assert {document for document in held_out if document} < set(records)
     assert data.description["train_documents"] + data.description["eval_documents"] == 300
     assert (data.seq_len, data.description["train_samples"]) == (32, len(data.train))
-
-
-def test_evaluation_counts_every_token(corpus: Path, cache: str) -> None:
-    data = load(text(corpus, cache, eval_fraction=0.1))
     batches = list(EvalLoader(data.eval, batch_size=3))
     assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == data.description["eval_tokens"]
 
 
 def test_second_load_builds_nothing(corpus: Path, cache: str) -> None:
     calls: list[tuple[int, int]] = []
-    first = load_data(text(corpus, cache), seed=1, progress=lambda done, total: calls.append((done, total)))
-    size = corpus.stat().st_size
-    assert calls[-1] == (size, size)
-    assert calls == sorted(calls)
-    calls.clear()
-    again = load_data(text(corpus, cache), seed=1, progress=lambda done, total: calls.append((done, total)))
-    assert not calls
+    first = load_data(text(corpus, cache), seed=1, progress=lambda *at: calls.append(at))
+    told, size = calls.copy(), corpus.stat().st_size
+    assert told == sorted(told)
+    assert told[-1] == (size, size)
+    again = load_data(text(corpus, cache), seed=1, progress=lambda *at: calls.append(at))
+    assert calls == told
     assert again.fingerprint == first.fingerprint
-    assert all_tokens(again.train) == all_tokens(first.train)
+    assert all_ids(again.train) == all_ids(first.train)
 
 
 def test_fingerprint_follows_everything_that_changes_samples(corpus: Path, cache: str) -> None:
@@ -116,7 +105,7 @@ def test_other_content_of_the_same_size_and_time_is_read_anew(corpus: Path, cach
     assert (corpus.stat().st_size, corpus.stat().st_mtime_ns) == (stat.st_size, stat.st_mtime_ns)
     after = load(text(corpus, cache))
     assert after.fingerprint != before.fingerprint
-    assert all_tokens(after.train) != all_tokens(before.train)
+    assert all_ids(after.train) != all_ids(before.train)
 
 
 def test_bpe_is_trained_once_and_on_training_text_only(corpus: Path, cache: str, tmp_path: Path) -> None:
@@ -138,26 +127,16 @@ def test_directory_tokenizer_and_large_ids(corpus: Path, cache: str, tmp_path: P
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     data = load(text(corpus, cache, tokenizer=str(directory)))
     assert data.tokenizer.vocab_size == 70_001
-    assert 70_000 in all_tokens(data.train)
-
-
-@pytest.mark.parametrize("packing", ["concat", "best_fit", "pad"])
-@pytest.mark.parametrize("isolate", [False, True])
-def test_every_packing_trains_on_the_same_documents(corpus: Path, cache: str, packing: str, isolate: bool) -> None:
-    data = load(text(corpus, cache, packing=packing, isolate_documents=isolate, seq_len=128))
-    steps = list(TrainLoader(data.train, global_batch_size=4, micro_batch_size=2, seed=1, drop_last=False))
-    batches = [batch for step in steps for batch in step.microbatches]
-    assert {tuple(batch["input_ids"].shape[1:]) for batch in batches} == {(128,)}
-    assert all(("document_ids" in batch) == isolate for batch in batches)
-    real = sum(int((batch["input_ids"] != 256).sum()) for batch in batches)
-    train_tokens, documents = data.description["train_tokens"], data.description["train_documents"]
-    assert train_tokens - documents - 128 <= real <= train_tokens - documents
+    assert 70_000 in all_ids(data.train)
 
 
 def test_bad_utf8_is_said(tmp_path: Path, cache: str, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "a.txt").write_bytes(b"bad \xff byte\n" * 20)
+    (tmp_path / "a.txt").write_bytes("already \ufffd\n".encode() + b"bad \xff byte\n" * 20)
     for _ in range(2):
-        assert "20 undecodable" in load(text(tmp_path / "a.txt", cache)).description["replaced"]
+        data = load(text(tmp_path / "a.txt", cache, eval_fraction=0.0))
+        assert data.tokenizer.decode(all_ids(data.train)).startswith("already \ufffd\nbad \ufffd byte\nbad \ufffd b")
+        assert "20 undecodable" in data.description["replaced"]
+        assert "a.txt" in data.description["replaced"]
     assert caplog.text.count("20 undecodable byte sequences in 1 files replaced") == 1
 
 
@@ -185,9 +164,6 @@ def test_unwritable_cache(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DataError, match=r"data\.cache_dir: cannot write the data cache \(.*; set data\.cache_dir to"):
         load(text(corpus, str(tmp_path / "file" / "cache")))
-
-
-# -------------------------------------------------------------------------------------------------------- the cache
 
 
 def build(connection: Connection, path: Path, cache: str, mode: str) -> None:
@@ -252,15 +228,6 @@ def builder(cache: Path, name: str, rank: int | None = None) -> Stepwise:
     return Stepwise(build_once, cache, name, rank)
 
 
-def test_one_builder_waits_for_the_other(tmp_path: Path) -> None:
-    first, second = builder(tmp_path, "first"), builder(tmp_path, "second")
-    first.tell()
-    assert first.hears() == "writing"
-    second.tell()
-    first.tell()
-    assert (first.ends(), second.ends()) == ("first", "first")
-
-
 def test_a_wait_for_another_builder_is_told_and_told_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,24 +266,30 @@ def test_a_nodes_first_rank_builds_even_if_another_is_there_before(tmp_path: Pat
 
 
 def test_damaged_cache_is_built_again(corpus: Path, cache: str) -> None:
-    expected = all_tokens(load(text(corpus, cache)).train)
+    expected = all_ids(load(text(corpus, cache)).train)
     directory = Path(cache, "tokens", token_dirs(cache)[0])
     os.truncate(directory / "train.bin", 100)
     assert cached_token_counts(text(corpus, cache)) is None
-    assert all_tokens(load(text(corpus, cache)).train) == expected
+    assert all_ids(load(text(corpus, cache)).train) == expected
     (directory / "meta.json").write_text("{")
-    assert all_tokens(load(text(corpus, cache)).train) == expected
+    assert all_ids(load(text(corpus, cache)).train) == expected
 
 
-def test_failed_build_leaves_no_trace(tmp_path: Path) -> None:
-    def write(directory: Path) -> dict[str, Any]:
-        (directory / "data").write_text("half")
-        raise ValueError("no")
+def test_a_file_system_that_cannot_sync_a_directory_holds_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, fsync = errno.EINVAL, os.fsync
 
-    with pytest.raises(ValueError, match="no"):
-        Cache(tmp_path).build_once("kind", "key", write)
-    assert os.listdir(tmp_path / "kind") == []
-    assert Cache(tmp_path).find("kind", "key") is None
+    def fails(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(code, "")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    assert Cache(tmp_path).build_once("kind", "key", lambda path: {"by": "me"})[1]["by"] == "me"
+    code = errno.EIO
+    with pytest.raises(DataError):
+        Cache(tmp_path).build_once("kind", "other", lambda path: {})
 
 
 def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> None:
@@ -325,12 +298,9 @@ def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> 
     assert not Path(cache).exists(), "a plan writes nothing"
     data = load(option)
     counts = cached_token_counts(option)
-    assert counts is not None
-    assert data.eval is not None
     expected = {key: data.description[key] for key in ("train_tokens", "eval_tokens", "train_samples", "eval_samples")}
     assert counts == {"vocab_size": 257, **expected}
     concat = cached_token_counts(text(corpus, cache))
-    assert concat is not None
     assert concat["train_samples"] == len(load(text(corpus, cache)).train)
     code = f"""
 from forgather_cli.config.schema import TextSettings
@@ -338,21 +308,6 @@ from forgather_cli.data.build import cached_token_counts
 assert cached_token_counts(TextSettings(files=[{str(corpus)!r}], cache_dir={cache!r}, seq_len=32))
 """
     assert not {"torch", "tokenizers"} & modules_after(code)
-
-
-def test_standard_library_from_a_warm_cache_is_quick(tmp_path: Path) -> None:
-    option = PythonStdlibSettings(cache_dir=str(tmp_path))
-    cold = time.perf_counter()
-    data = load(option)
-    warm = time.perf_counter()
-    assert load(option).fingerprint == data.fingerprint
-    assert time.perf_counter() - warm < max(0.3, warm - cold)
-    assert data.description["train_tokens"] > 5_000_000
-    assert data.description["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert 0.01 < data.description["eval_tokens"] / data.description["train_tokens"] < 0.15
-
-
-# ------------------------------------------------------------------------------------------------------- token files
 
 
 def tokens(cache: str, *files: Path, **settings: Any) -> TokensSettings:
@@ -368,8 +323,8 @@ def test_bin_and_npy_read_as_one(tmp_path: Path, cache: str) -> None:
     first = write_bin(tmp_path / "a.bin", list(range(50)))
     np.save(tmp_path / "b.npy", np.arange(50, 100, dtype=np.int32).reshape(5, 10))
     data = load(tokens(cache, first, tmp_path / "b.npy", eval_fraction=0.2))
-    assert all_tokens(data.train) == list(range(80))
-    assert all_tokens(data.eval) == [*range(80, 100), 256, 256, 256, 256]
+    assert all_ids(data.train) == list(range(80))
+    assert all_ids(data.eval) == [*range(80, 100), 256, 256, 256, 256]
     assert data.description["train_documents"] is None
 
 
@@ -388,23 +343,69 @@ def test_documents_of_token_files(tmp_path: Path, cache: str) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("values", "settings", "train", "held_out"),
+    [
+        ([1, 2, 0, 3, 0, 4, 5, 6, 0, 7], {"eval_fraction": 0.5}, [0, 3, 5], [0, 4, 5]),
+        ([0, 1, 2, 3, 4, 5, 6, 7, 0, 0], {"eval_fraction": 0.5}, [0, 1], [0, 8, 9]),
+        ([1, 2, 3, 0, 5, 6, 7, 8, 9, 0], {"eval_fraction": 0.9}, [0, 4], [0, 6]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 0], {"eval_fraction": 0.3}, [0, 7], [0, 3]),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 9], {"eval_fraction": 0.01}, [0, 9], [0, 1]),
+        ([1, 2, 3, 4], {"eval_fraction": 0.75}, [0, 1], [0, 3]),
+        ([0, 0, 0, 0], {"eval_fraction": 0.0}, [0, 1, 2, 3, 4], []),
+        ([1, 2, 0, 3], {"eval_files": ["b.npy"]}, [0, 3, 4], [0, 1, 3]),
+    ],
+)
+def test_documents_end_behind_their_separator_and_evaluation_begins_with_one(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    values: list[int],
+    settings: Any,
+    train: list[int],
+    held_out: list[int],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = [0, 200, 0] if "eval_files" in settings else []
+    write_bin(Path("a.bin"), values[:3])
+    write_bin(Path("c.bin"), values[3:])
+    np.save("b.npy", np.array(more, np.int64))
+    option = tokens("cache", Path("a.bin"), Path("c.bin"), document_separator=0, **settings)
+    told: list[tuple[int, int]] = []
+    cache = Cache("cache", lambda done, total: told.append((done, total)))
+    made = open_token_files(option, load_tokenizer("bytes"), cache)
+    borders, read = [], []
+    for split in made.splits().values():
+        borders.append(split.documents.array.tolist())
+        split.tokens.read(0, ids := np.empty(len(split.tokens), np.int64))
+        read += ids.tolist()
+    assert (borders, read) == ([train, held_out] if held_out else [train], values + more)
+    assert (made.meta["smallest"], made.meta["largest"]) == (0, max(values + more))
+    size = 2 * len(values) + 8 * len(more)
+    assert [done for done, _ in told] == [*sorted({6, 2 * len(values), size}), size]
+
+
+def test_indexes_of_before_are_used_again(cache: str, tmp_path: Path) -> None:
+    data = load(tokens(cache, write_bin(tmp_path / "a.bin", [1] * 20), document_separator=1))
+    assert data.fingerprint == "81d82cf56c088ea76fa33001c7e1db91"
+
+
 def test_own_eval_files_of_tokens(tmp_path: Path, cache: str) -> None:
     train, held_out = write_bin(tmp_path / "a.bin", [1] * 20), write_bin(tmp_path / "b.bin", [2] * 9)
     data = load(tokens(cache, train, eval_files=[str(held_out)]))
-    assert data.eval is not None
     assert (len(data.train), len(data.eval)) == (2, 2)
-    assert set(all_tokens(data.eval)) == {2, 256}
+    assert set(all_ids(data.eval)) == {2, 256}
 
 
 @pytest.mark.parametrize(
     ("values", "dtype", "settings", "message"),
     [
-        ([1, 300], "uint16", {}, r"token id 300 is outside the vocabulary of data\.tokenizer \(257 ids\)"),
-        ([1, -5], "int32", {"token_dtype": "int32"}, r"token id -5 is outside the vocabulary"),
+        ([1, 257], "uint16", {}, r"token id 257 is outside the vocabulary of data\.tokenizer \(257 ids\)"),
+        ([1, -1], "int32", {"token_dtype": "int32"}, r"token id -1 is outside the vocabulary"),
         ([1] * 50, "uint16", {"packing": "pad"}, r"data\.packing=pad: .* data\.document_separator .*token is 256"),
         ([1] * 50, "uint16", {"isolate_documents": True}, r"data\.isolate_documents=true: nothing marks the documents"),
         ([1] * 5, "uint16", {"eval_fraction": 0.0}, r"data\.seq_len: 8 is longer than the training split of 5 tokens"),
         ([], "uint16", {}, "no tokens in 1 files"),
+        ([1], "uint16", {"eval_fraction": 0.5}, "leaves nothing to train on"),
         ([1] * 9, "uint8", {}, r"9 bytes are no multiple of 2; set data\.token_dtype"),
         ([1] * 9, "uint16", {"tokenizer": "bpe"}, "bpe is trained on text"),
     ],
@@ -421,26 +422,25 @@ def test_files_that_hold_no_tokens(tmp_path: Path, cache: str) -> None:
     (tmp_path / "a.txt").write_text("x")
     np.save(tmp_path / "a.npy", np.zeros(10))
     (tmp_path / "b.npy").write_bytes(b"none")
+    np.save(tmp_path / "c.npy", np.ones((3, 4), np.int32, "F"))
     for name, message in (
         ("a.txt", "are .bin or .npy"),
         ("a.npy", "integers, got float64"),
         ("b.npy", "cannot be read"),
+        ("c.npy", "C-ordered array of integers"),
     ):
         with pytest.raises(DataError, match=message):
             load(tokens(cache, tmp_path / name))
-
-
-# -------------------------------------------------------------------------------------------------- synthetic, targets
 
 
 def test_synthetic_is_a_function_of_seed_and_number(cache: str) -> None:
     option = SyntheticSettings(num_samples=50, num_eval_samples=10, seq_len=16, ragged=True)
     data, again, other = load(option), load(option), load(option, seed=2)
     batch = data.train.__getitems__(list(range(50)))
-    assert all_tokens(data.train) == all_tokens(again.train) != all_tokens(other.train)
+    assert all_ids(data.train) == all_ids(again.train) != all_ids(other.train)
     assert data.fingerprint == again.fingerprint != other.fingerprint
     assert torch.equal(data.train.__getitems__([7])["input_ids"][0], batch["input_ids"][7])
-    assert all_tokens(data.eval)[:16] != all_tokens(data.train)[:16]
+    assert all_ids(data.eval)[:16] != all_ids(data.train)[:16]
     lengths = (batch["labels"] != -100).sum(1)
     assert 2 <= lengths.min() < lengths.max() <= 16
     assert batch["input_ids"].max() < 257
@@ -457,7 +457,6 @@ def make_data(kind: str) -> Any:
         "pair": (rows, rows[:2]),
         "mapping": {"train": iter(rows), "seq_len": 9},
         "named": {"train": rows, "tokenizer": "bytes"},
-        "sized": {"train": rows, "vocab_size": 9},
         "wrong": {"train": rows, "vocab_size": "many"},
         "none": {},
     }[kind]
@@ -469,12 +468,9 @@ def test_data_of_the_user() -> None:
 
     assert (target("alone").seq_len, target("alone").eval, target("mapping").seq_len) == (3, None, 9)
     pair = target("pair")
-    assert pair.eval is not None
     assert (len(pair.train), len(pair.eval)) == (5, 2)
     assert (pair.tokenizer, pair.vocab_size) == (None, None)  # bytes are not assumed
-    assert target("sized").vocab_size == 9
     named = target("named")
-    assert named.tokenizer is not None
     assert named.vocab_size == named.tokenizer.vocab_size == 257
     with pytest.raises(DataError, match=r"'vocab_size' of .* must be a number above 0, got 'many'"):
         target("wrong")

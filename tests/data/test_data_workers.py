@@ -39,29 +39,26 @@ def _can_mount() -> bool:
         return False
 
 
+_IN_A_SMALL_ROOM = """
+import ctypes, runpy, subprocess, sys
+size, *sys.argv[1:] = sys.argv[1:]
+assert ctypes.CDLL(None).unshare(0x20000) == 0  # a mount namespace of its own
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", "/dev/shm"], check=True)
+runpy.run_module("forgather_cli", run_name="__main__")
+"""
+
+
 @pytest.mark.skipif(not _can_mount(), reason="needs a mount namespace of its own")
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [
-        ("64k", ["global_batch_size=32", "per_device_train_batch_size=32"]),  # not one batch
-        ("600k", ["global_batch_size=32", "per_device_train_batch_size=32"]),  # one, and not those that are read ahead
-        ("64k", ["global_batch_size=64", "trainer=ddp", "nproc_per_node=2"]),
-        ("64k", ["global_batch_size=8", "eval_strategy=steps", "eval_on_start=true", "per_device_eval_batch_size=64"]),
-    ],
-)
-def test_room_for_batches_is_looked_at_before_the_first_step(size: str, words: list[str]) -> None:
-    program = [sys.executable, "-m", "forgather_cli", *TRAIN, *ROWS, *words]
-    script = f'mount -t tmpfs -o size={size} tmpfs /dev/shm && exec "$@"'
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+@pytest.mark.parametrize("size", ["64k", "600k"])  # not one batch; one, and not those that are read ahead
+def test_room_for_batches_is_looked_at_before_the_first_step(size: str) -> None:
     begun = time.monotonic()
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, "sh", *program],
-        capture_output=True, text=True, check=False, timeout=120, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 2, done.stderr
+    batch = ["global_batch_size=32", "per_device_train_batch_size=32"]
+    with Process(size, *TRAIN, *ROWS, *batch, code=_IN_A_SMALL_ROOM) as process:
+        assert process.finish() == 2, process.output
     assert time.monotonic() - begun < 60
-    assert "Traceback" not in done.stderr
-    (told,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "Traceback" not in process.output
+    (told,) = (line for line in process.lines if line.startswith("error: "))
     assert told.startswith("error: dataloader_num_workers: ")
     assert "/dev/shm" in told
     assert "--shm-size" in told
@@ -82,21 +79,26 @@ class Ends(tiny.RandomTokens):
         return super().__getitem__(index)
 
 
-def data(at: int, how: str = "killed") -> dict[str, Any]:
+def data(at: int, how: str) -> dict[str, Any]:
     return {"train": Ends(at, how), "seq_len": 16, "vocab_size": 64}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_worker_that_is_killed_ends_the_run_at_once(ranks: int) -> None:
-    words = ["data._target_=test_data_workers.data", "+data.at=63"]
+@pytest.mark.parametrize(("how", "ranks"), [("killed", 1), ("killed", 2), ("raises", 1)])
+def test_a_worker_that_is_killed_ends_the_run_at_once_and_what_a_dataset_raises_is_its_own(
+    how: str, ranks: int
+) -> None:
+    words = ["data._target_=test_data_workers.data", "+data.at=63", f"+data.how={how}"]
     more = ["trainer=ddp", "nproc_per_node=2"] if ranks == 2 else []
     begun = time.monotonic()
     with Process(*TRAIN, *words, *more, "global_batch_size=4", "max_steps=16", "seed=1") as process:
         code = process.finish()
-    assert code in (1, 2), process.output
-    assert time.monotonic() - begun < 60
-    assert "Traceback" not in process.output
-    assert "dataloader_num_workers: a worker has ended" in process.output
+    assert code != 0, process.output
+    assert ("the row is bad" in process.output) is (how == "raises")
+    assert ("dataloader_num_workers: a worker has ended" in process.output) is (how == "killed")
+    if how == "killed":
+        assert code in (1, 2), process.output
+        assert time.monotonic() - begun < 60
+        assert "Traceback" not in process.output
 
 
 def _pass_to_nobody(folder: Path) -> None:
@@ -117,11 +119,3 @@ def test_a_worker_does_not_say_that_nobody_takes_its_tensors(tmp_path: Path, cap
     assert worker.exitcode == 0, told
     assert "resource_sharer" not in told
     assert "an error of another kind" in told
-
-
-def test_what_a_dataset_raises_in_a_worker_is_its_own() -> None:
-    words = ["data._target_=test_data_workers.data", "+data.at=63", "+data.how=raises"]
-    with Process(*TRAIN, *words, "global_batch_size=4", "max_steps=16") as process:
-        assert process.finish() != 0
-    assert "the row is bad" in process.output
-    assert "dataloader_num_workers" not in process.output

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from test_loader import Count, Numbers, StatefulCount, flat, sample
+from streams import groups, may_have_workers, new_data_ranks, rank_and_size
+from test_loader import Count, Numbers, StatefulCount, flat, numbers, sample
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -22,34 +22,12 @@ from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import DataTarget
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.collate import Step, default_collate
-from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.errors import ConfigError, DataError, TrainingError
 from forgather_cli.trainer.evaluate import in_rounds
 from forgather_cli.trainer.step_sync import Sum
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
-
-
-def rank_and_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-_made: dict[Any, list[Any]] = {}
-
-
-def groups() -> list[Any]:
-    """Two groups of all ranks, one for data and one to agree by: made once for a task of the pool, since that costs."""
-    world = dist.group.WORLD
-    if world not in _made:
-        _made.clear()
-        _made[world] = [dist.new_group(backend="gloo") for _ in range(2)]
-    return _made[world]
-
-
-def new_data_ranks(data_rank: int | None = None) -> DataRanks | None:
-    rank, size = rank_and_size()
-    return None if size == 1 else DataRanks(groups()[0], rank, rank if data_rank is None else data_rank)
 
 
 class Sharded(StatefulCount):
@@ -83,30 +61,12 @@ class Noise(IterableDataset[Any]):
     """Other samples in every pass and on every rank."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        for number in os.urandom(24):
-            yield sample(number)
+        return map(sample, os.urandom(24))
 
 
-class Breaks(IterableDataset[Any]):
-    def __init__(self, error: Exception, after: int) -> None:
-        self.error, self.after = error, after
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        yield from map(sample, range(self.after))
-        raise self.error
-
-
-class Wide(IterableDataset[Any]):
-    """Every dtype there may be, of several shapes."""
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for i in range(8):
-            yield {
-                **sample(i),
-                "mask": torch.tensor([True, i % 2 == 0, False]),
-                "half": torch.full((2, 2), i + 0.5, dtype=torch.bfloat16),
-                "weight": torch.tensor(float(i)),
-            }
+def breaks(error: Exception, after: int) -> Iterator[dict[str, Any]]:
+    yield from map(sample, range(after))
+    raise error
 
 
 def ready(length: int = 20, kind: Any = DataLoader) -> Any:
@@ -131,10 +91,6 @@ def train_loader(dataset: Any, size: int | None = None, data_rank: int | None = 
     return TrainLoader(dataset, rank=data_rank, size=size, data_ranks=new_data_ranks(data_rank), **options)
 
 
-def numbers(step: Step) -> list[list[int]]:
-    return [batch["input_ids"][:, 0].tolist() for batch in step.microbatches]
-
-
 def trained(loader: TrainLoader, steps: int = 1000) -> list[tuple[list[list[int]], dict[str, Any]]]:
     """(samples of this rank's micro-batches, position) of each step, with the next one fetched ahead as the Trainer
     does; ends on all ranks when one has no more."""
@@ -151,7 +107,6 @@ def trained(loader: TrainLoader, steps: int = 1000) -> list[tuple[list[list[int]
         step, position, agreement = ahead
         if agreement.read() != [rank_and_size()[1]]:
             break
-        assert step is not None
         seen.append((numbers(step), position))
         ahead = fetch()
     ahead[2].read()
@@ -169,13 +124,6 @@ def together(ranks: list[Any]) -> list[list[int]]:
     return [[i for part in parts for i in part] for parts in zip(*map(samples, ranks), strict=True)]
 
 
-def may_have_workers() -> None:
-    """The pool's processes are daemons, which ``multiprocessing`` allows no children, and would spawn them."""
-    if dist.is_initialized():
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        multiprocessing.set_start_method("fork", force=True)
-
-
 def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception | None:
     """On a rank: what a call raises. A rank that fails would cost the pool its processes."""
     try:
@@ -183,9 +131,6 @@ def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception
     except Exception as error:
         return error
     return None
-
-
-# ---------------------------------------------------------------------------------------------------------- dispatched
 
 
 def dispatched(name: str, kwargs: dict[str, Any], state: dict[str, Any] | None = None, steps: int = 1000) -> Any:
@@ -200,15 +145,14 @@ def all_dispatched() -> dict[str, Any]:
     return {name: dispatched(name, {"drop_last": name == "stateless"}) for name in SOURCES}
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_dispatched_ranks_get_what_one_rank_would(size: int) -> None:
-    results = run_ranks(size, all_dispatched)
+def test_dispatched_ranks_get_what_one_rank_would() -> None:
+    results = run_ranks(2, all_dispatched)
     for name, (alone, made, _) in all_dispatched().items():
         ranks = [result[name] for result in results]
         found = [steps for steps, _, _ in ranks]
         assert together(found) == samples(alone), name
-        assert [len(part) for part in found[0][0][0]] == [2] * (6 // size)
-        assert [count for _, count, _ in ranks] == [made] + [0] * (size - 1), "only rank 0 reads"
+        assert [len(part) for part in found[0][0][0]] == [2] * 3
+        assert [count for _, count, _ in ranks] == [made, 0], "only rank 0 reads"
         assert {epoch for _, _, epoch in ranks} == {1}
         for (_, alone_at), *at in zip(alone, *found, strict=True):
             assert at[0][1] == alone_at, "rank 0 has the position"
@@ -258,7 +202,17 @@ def test_ranks_that_train_the_same_samples_get_the_same_from_random_data(layout:
 
 
 def wide() -> list[list[dict[str, torch.Tensor]]]:
-    return [step.microbatches for step in train_loader(Wide(), global_batch_size=4)]
+    """Of every dtype there may be, and of several shapes."""
+    rows = (
+        {
+            **sample(i),
+            "mask": torch.tensor([True, i % 2 == 0, False]),
+            "half": torch.full((2, 2), i + 0.5, dtype=torch.bfloat16),
+            "weight": torch.tensor(float(i)),
+        }
+        for i in range(8)
+    )
+    return [step.microbatches for step in train_loader(rows, global_batch_size=4)]
 
 
 def test_tensors_arrive_as_they_are() -> None:
@@ -288,8 +242,8 @@ def test_a_pass_that_is_left_early_is_begun_anew() -> None:
 def failing() -> list[Any]:
     sampler = DistributedSampler(range(8), rank=dist.get_rank(), num_replicas=2)  # type: ignore[arg-type]
     return [
-        caught(trained, train_loader(Breaks(ValueError("boom\nat length"), 8))),
-        caught(trained, train_loader(Breaks(DataError("data.files: gone"), 0))),
+        caught(trained, train_loader(breaks(ValueError("boom\nat length"), 8))),
+        caught(trained, train_loader(breaks(DataError("data.files: gone"), 0))),
         caught(trained, train_loader(Count(5), drop_last=True)),
         caught(trained, train_loader([default_collate([sample(0)]), {"input_ids": ["x"]}])),
         caught(train_loader, DataLoader(Numbers(8), sampler=sampler)),
@@ -310,10 +264,7 @@ def test_an_error_of_rank_0_is_raised_on_all() -> None:
     assert [first[5], second[5]] == [[[0, 1, 2]], [[3, 4, 5]]], "the ranks can go on"
 
 
-# ------------------------------------------------------------------------------------------------------------- sharded
-
-
-def sharded(kind: str, state: dict[str, Any] | None = None, steps: int = 1000, **kwargs: Any) -> Any:
+def sharded(kind: str, state: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     """Every rank for itself; ``state``: its own, or by rank."""
     may_have_workers()
     rank, size = rank_and_size()
@@ -324,13 +275,12 @@ def sharded(kind: str, state: dict[str, Any] | None = None, steps: int = 1000, *
         "shards": lambda: WithShards(24),
         "too few shards": lambda: WithShards(24, num_shards=1),
         "all": lambda: StatefulCount(24),
-        "random": Noise,
         "sampler": lambda: DataLoader(Numbers(20), batch_size=2, sampler=sampler, collate_fn=default_collate),
     }
     loader = train_loader(datasets[kind](), dispatch=False, **kwargs)
     if state is not None:
         loader.load_state_dict(state[rank] if isinstance(state, list) else state)
-    found = trained(loader, steps)
+    found = trained(loader)
     try:
         length = len(loader)
     except TypeError:
@@ -360,37 +310,25 @@ def test_shards_are_read_by_their_ranks_and_end_together() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_shards_resume_exactly_on_as_many_ranks_and_nowhere_else(workers: int) -> None:
-    whole = run_ranks(2, resumed_shards, workers, None)
-    states = [found[1][1] for found in whole]
+    by_rank = partial(sharded, "by rank", num_workers=workers)
+    whole = run_ranks(2, by_rank)
+    states = [found[1][1] for found, _, _ in whole]
     assert [state["shards"] for state in states] == [2, 2]
-    again = run_ranks(2, resumed_shards, workers, states)
-    for before, after in zip(whole, again, strict=True):
+    for (before, _, _), (after, _, _) in zip(whole, run_ranks(2, by_rank, states), strict=True):
         assert after == before[2:]
     with pytest.raises(DataError, match="rank 0 reads for all; resume as it was, or set ignore_data_skip=true"):
         TrainLoader(Count(4), global_batch_size=2, micro_batch_size=2, seed=1).load_state_dict(states[0])
-    for error in run_ranks(3, refused, states[0]) if workers == 0 else ():
+    for error in run_ranks(3, caught, sharded, "by rank", states[0]) if workers == 0 else ():
         assert "of 2 ranks that read a shard each (dispatch_batches=false), now 3 ranks do" in str(error)
         assert "data.dispatch_batches=true" in str(error)
 
 
-def resumed_shards(workers: int, states: Any) -> Any:
-    return sharded("by rank", states, num_workers=workers)[0]
-
-
-def refused(state: Any) -> Any:
-    return caught(sharded, "by rank", state)
-
-
-def parts_of_all(state: Any = None) -> Any:
-    return sharded("all", state)[0]
-
-
 def test_parts_of_one_stream_can_be_changed_to_another_number_of_ranks() -> None:
     alone = [list(range(first, first + 6)) for first in range(0, 24, 6)]
-    ranks = run_ranks(2, parts_of_all)
+    ranks = [found for found, _, _ in run_ranks(2, sharded, "all")]
     assert [position for _, position in ranks[0]] == [position for _, position in ranks[1]]
-    assert together(run_ranks(3, parts_of_all, ranks[1][1][1])) == alone[2:]
-    for error in run_ranks(2, refused, ranks[0][0][1]):
+    assert together([found for found, _, _ in run_ranks(3, sharded, "all", ranks[1][1][1])]) == alone[2:]
+    for error in run_ranks(2, caught, sharded, "by rank", ranks[0][0][1]):
         assert "now each rank reads a shard of its own; set dispatch_batches=true" in str(error)
 
 
@@ -410,9 +348,6 @@ def test_shards_that_cannot_be_trained_on_are_told_on_all_ranks() -> None:
         assert "ranks that train the same samples get different ones from it; set dispatch_batches=true" in str(
             errors[2]
         )
-
-
-# ---------------------------------------------------------------------------------------------------------- evaluation
 
 
 def eval_loader(dataset: Any, **kwargs: Any) -> EvalLoader:
@@ -440,15 +375,15 @@ def evaluations(length: int) -> dict[str, list[list[int]]]:
     found = {name: evaluated(loader) for name, loader in splits.items()}
     again = {name: evaluated(loader) for name, loader in splits.items()}
     assert found == again, "a second pass"
-    limited = {f"{name} limited": evaluated(limit(name, length)) for name in ("map", "dispatched", "parts", "ready")}
-    few = {f"{name} few": evaluated(limit(name, length, max_steps=1)) for name in ("map", "dispatched")}
-    return found | limited | few
-
-
-def limit(name: str, length: int, **kwargs: Any) -> EvalLoader:
-    kwargs = kwargs or {"max_samples": length - 2}
-    data = {"map": Numbers, "dispatched": Count, "parts": WithShards, "ready": ready}[name](length)
-    return eval_loader(data, dispatch=name != "parts", **kwargs)
+    limits = {
+        "map limited": eval_loader(Numbers(length), max_samples=length - 2),
+        "dispatched limited": eval_loader(Count(length), max_samples=length - 2),
+        "parts limited": eval_loader(WithShards(length), dispatch=False, max_samples=length - 2),
+        "ready limited": eval_loader(ready(length), max_samples=length - 2),
+        "map few": eval_loader(Numbers(length), max_steps=1),
+        "dispatched few": eval_loader(Count(length), max_steps=1),
+    }
+    return found | {name: evaluated(loader) for name, loader in limits.items()}
 
 
 @pytest.mark.parametrize(("size", "length"), [(2, 7), (3, 16)])
@@ -463,20 +398,13 @@ def test_evaluation_counts_every_example_once(size: int, length: int) -> None:
 
 
 def empty_shards() -> list[str]:
-    return [
-        str(caught(evaluated_from, Numbers(1))),
-        str(caught(evaluated_from, Numbers(9), max_samples=1)),
-        str(caught(evaluated_from, Count(1))),
-        str(caught(evaluated_from, Count(1), dispatch=False)),
-        str(caught(evaluated_from, Sharded(0, spare=5), dispatch=False)),
-        str(caught(evaluated_from, ready(2))),
-        str(caught(evaluated_from, Sharded(8), dispatch=False, max_samples=4)),
-        str(caught(evaluated_from, Count(0))),
-    ]
-
-
-def evaluated_from(dataset: Any, **kwargs: Any) -> Any:
-    return evaluated(eval_loader(dataset, **kwargs))
+    each_its_own = {"dispatch": False}
+    cases: list[tuple[Any, dict[str, Any]]] = [
+        (Numbers(1), {}), (Numbers(9), {"max_samples": 1}), (Count(1), {}), (Count(1), each_its_own),
+        (Sharded(0, spare=5), each_its_own), (ready(2), {}), (Sharded(8), {**each_its_own, "max_samples": 4}),
+        (Count(0), {}),
+    ]  # fmt: skip
+    return [str(caught(lambda: evaluated(eval_loader(dataset, **kwargs)))) for dataset, kwargs in cases]  # noqa: B023
 
 
 def test_an_empty_shard_is_an_error_on_every_rank() -> None:
@@ -501,19 +429,11 @@ def test_an_empty_split_on_one_rank() -> None:
             list(EvalLoader(dataset, batch_size=2))
 
 
-# --------------------------------------------------------------------------------------------------- data with numbers
-
-
-@pytest.mark.parametrize("length", [30, 35])
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_slices_of_any_number_of_ranks_make_up_the_same_steps(length: int, drop_last: bool) -> None:
+def test_slices_of_any_number_of_ranks_make_up_the_same_steps(drop_last: bool) -> None:
     def loaders(size: int, state: dict[str, Any] | None = None) -> list[TrainLoader]:
-        made = [
-            TrainLoader(
-                Numbers(length), global_batch_size=6, micro_batch_size=2, seed=3, rank=r, size=size, drop_last=drop_last
-            )
-            for r in range(size)
-        ]
+        given: dict[str, Any] = {"global_batch_size": 6, "micro_batch_size": 2, "seed": 3, "drop_last": drop_last}
+        made = [TrainLoader(Numbers(35), **given, rank=rank, size=size) for rank in range(size)]
         for loader in made:
             loader.load_state_dict(state or {"epoch": 0, "sample": 0})
         return made
@@ -537,37 +457,17 @@ def test_slices_of_any_number_of_ranks_make_up_the_same_steps(length: int, drop_
     assert seen == alone[:5]
 
 
-# ------------------------------------------------------------------------------------------------------------ settings
-
-MINE = """
-import torch
-from forgather_cli.data.splits import DataSplits
-
-def rows(n=8):
-    return [{"input_ids": torch.arange(4) + i, "labels": torch.arange(4)} for i in range(n)]
-
-def stream(n=8):
-    return {"train": iter(rows(n)), "eval": rows(2), "seq_len": 4}
-
-def streams(n=8):
-    return {"train": iter(rows(n)), "eval": iter(rows(2)), "seq_len": 4}
-
-def numbered(n=8):
-    return {"train": rows(n), "eval": rows(2), "seq_len": 4}
-"""
+def own(kind: str = "stream", n: int = 8) -> dict[str, Any]:
+    """What a user's ``data._target_`` may return."""
+    rows = [sample(i) for i in range(n)]
+    held_out = iter(rows[:2]) if kind == "streams" else rows[:2]
+    return {"train": rows if kind == "numbered" else iter(rows), "eval": held_out, "seq_len": 3}
 
 
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own_streams.py").write_text(MINE)
-    return tmp_path
-
-
-def test_settings_stand_beside_the_target_and_are_not_passed_to_it(here: Path) -> None:
-    chosen = ["trainer=ddp", "+data._target_=own_streams.stream", "+data.n=4", "dispatch_batches=false"]
+def test_settings_stand_beside_the_target_and_are_not_passed_to_it() -> None:
+    chosen = ["trainer=ddp", "+data._target_=test_dispatch.own", "+data.n=4", "dispatch_batches=false"]
     config = load_config(None, chosen).config
-    assert config.data == DataTarget(path="own_streams.stream", kwargs={"n": 4}, dispatch_batches=False)
+    assert config.data == DataTarget(path="test_dispatch.own", kwargs={"n": 4}, dispatch_batches=False)
     assert (config.dispatch_batches, config.dispatch_eval_batches) == (False, None)
     assert decode(to_tree(config)) == config
     assert load_config(None, chosen[:1]).config.dispatch_batches is None
@@ -576,30 +476,17 @@ def test_settings_stand_beside_the_target_and_are_not_passed_to_it(here: Path) -
     assert len(list(load_data(config.data, seed=1).train)) == 4
 
 
-def test_settings_that_nothing_reads_are_mistakes(here: Path) -> None:
+def test_settings_that_nothing_reads_are_mistakes() -> None:
     with pytest.raises(ConfigError, match=r"^dispatch_batches: nothing reads it with data=synthetic; ranks read its"):
         load_config(None, ["trainer=ddp", "data=synthetic", "dispatch_batches=false"])
     with pytest.raises(ConfigError, match=r"nothing reads it with trainer=single; choose trainer=ddp"):
-        load_config(None, ["+data._target_=own_streams.stream", "data.dispatch_eval_batches=true"])
+        load_config(None, ["+data._target_=test_dispatch.own", "data.dispatch_eval_batches=true"])
 
-    def load(function: str, **kwargs: Any) -> None:
-        load_data(DataTarget(path=f"own_streams.{function}", **kwargs), seed=1)
+    def load(kind: str, **settings: Any) -> None:
+        load_data(DataTarget(path="test_dispatch.own", kwargs={"kind": kind}, **settings), seed=1)
 
     load("streams", dispatch_batches=False, dispatch_eval_batches=True)
     load("stream", dispatch_batches=False)
-    for function, name in (("numbered", "dispatch_batches"), ("stream", "dispatch_eval_batches")):
-        with pytest.raises(DataError, match=rf"data\.{name}: nothing reads it, since what own_streams\.{function}"):
-            load(function, **{name: True})
-
-
-def from_working_directory(folder: str) -> Any:
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        return len(load_data(DataTarget(path="own_streams.numbered"), seed=1).train)
-    finally:
-        os.chdir(before)
-
-
-def test_ranks_import_data_from_the_working_directory(here: Path) -> None:
-    assert run_ranks(2, from_working_directory, str(here)) == [8, 8]
+    for kind, name in (("numbered", "dispatch_batches"), ("stream", "dispatch_eval_batches")):
+        with pytest.raises(DataError, match=rf"data\.{name}: nothing reads it, since what test_dispatch\.own"):
+            load(kind, **{name: True})

@@ -3,12 +3,12 @@ that are written elsewhere; the last turn; turns that are context alone."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from chats import write_lines, write_table
+from streams import shown
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from forgather_cli.config.schema import InstructSettings
@@ -117,6 +117,7 @@ FAMILIES = {
 {%- if loop.last or loop.nextitem.role != 'assistant' %}{{ '<e>' }}{% endif %}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<A>' }}{% endif %}""",
 }
+FAMILIES = {name: source.replace("SHOWN", SHOWN) for name, source in FAMILIES.items()}
 
 
 def user(content: str, **more: Any) -> dict[str, Any]:
@@ -162,25 +163,41 @@ def marked(text: str, spans: list[tuple[int, int]]) -> str:
     return text
 
 
+def learned(source: str, talk: list[dict[str, Any]], **more: Any) -> str:
+    return marked(*ChatTemplate(source, TOKENS).render_spans(talk, **more))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family: str) -> None:
-    template = ChatTemplate(FAMILIES[family].replace("SHOWN", SHOWN), TOKENS)
     expected = {talk: text for (name, talk), text in by_hand().items() if name == family}
-    assert {talk: marked(*template.render_spans(TALKS[talk])) for talk in TALKS} == expected
+    assert {talk: learned(FAMILIES[family], TALKS[talk]) for talk in TALKS} == expected
 
 
 def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhere() -> None:
-    def spans(family: str, talk: list[dict[str, Any]]) -> str:
-        return marked(*ChatTemplate(FAMILIES[family].replace("SHOWN", SHOWN), TOKENS).render_spans(talk))
-
-    talk = [assistant("h"), user("a?"), assistant("b")]
-    assert spans("qwen3", talk) == "<s>assistant\n⟦h<e>⟧\n<s>user\na?<e>\n<s>assistant\n⟦<think>\n\n</think>\n\nb<e>⟧\n"
-    assert spans("alpaca", talk).startswith("### Response:\n⟦h\n\n⟧### Instruction")
+    talk, in_qwen3 = [assistant("h"), user("a?"), assistant("b")], "⟦<think>\n\n</think>\n\nb<e>⟧\n"
+    assert learned(FAMILIES["qwen3"], talk) == f"<s>assistant\n⟦h<e>⟧\n<s>user\na?<e>\n<s>assistant\n{in_qwen3}"
+    assert learned(FAMILIES["alpaca"], talk).startswith("### Response:\n⟦h\n\n⟧### Instruction")
+    line = FAMILIES["alpaca"].replace("SHOWN", SHOWN).replace("{{ eos_token }}", "{{ eos_token + '\n' }}")
+    assert learned(line, talk).endswith("### Response:\n⟦b</s>⟧\n")
     silent = (
         "{% for m in messages %}{% if m.content %}{{ '<' + m.role + '>' + m.content + '<e>' }}{% endif %}{% endfor %}"
     )
     silent += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-    assert marked(*ChatTemplate(silent, {}).render_spans(TALKS["empty"])) == ("<user>a?<e><user>c?<e><assistant>⟦d<e>⟧")
+    found = learned(silent, TALKS["empty"], train_on="all", unlearned=frozenset([1]))
+    assert found == "⟦<user>a?<e>⟧⟦<user>c?<e><assistant>d<e>⟧"
+    ahead = "{{ messages[0].content }};{% for m in messages[1:] %}<{{ m.role }}>{{ m.content }}{% endfor %}[end]"
+    found = learned(ahead, TALKS["system"], train_on="all", unlearned=frozenset([0]))
+    assert found == "S;⟦<user>a?<assistant>b[end]⟧"
+    assert learned(silent, TALKS["empty"]) == "<user>a?<e><user>c?<e><assistant>⟦d<e>⟧"
+
+
+def test_a_loop_over_numbers_tells_as_much_though_a_turn_is_shown_otherwise_once_another_follows() -> None:
+    over, turn = "for m in messages %}", "{% if m.role == 'assistant' %}"
+    numbers = FAMILIES["qwen3"].replace(
+        over + turn, "for i in range(messages | length) %}{% set m = messages[i] %}" + turn
+    )
+    expected = {talk: text for (name, talk), text in by_hand().items() if name == "qwen3" and talk != "ends alike"}
+    assert {talk: learned(numbers, TALKS[talk]) for talk in expected} == expected
 
 
 def test_results_may_be_written_with_the_call_and_tools_with_the_last_question() -> None:
@@ -189,10 +206,9 @@ def test_results_may_be_written_with_the_call_and_tools_with_the_last_question()
 {%- if not loop.last and loop.nextitem.role == 'tool' %}{{ '<R>' + loop.nextitem.content }}{% endif %}
 {%- elif m.role == 'user' %}{{ '<U>' + m.content }}{% endif %}{% endfor %}
 {%- if add_generation_prompt %}{{ '<A>' }}{% endif %}""".replace("SHOWN", SHOWN)
-    template = ChatTemplate(ahead, {})
-    assert marked(*template.render_spans(TALKS["tools"])) == '<U>a?<A>⟦[{"f": 1}]<e>⟧<R>r<A>⟦d<e>⟧'
-    text, spans = template.render_spans(TALKS["tools"], train_on="all", unlearned=frozenset([1]))
-    assert marked(text, spans) == '⟦<U>a?⟧<A>[{"f": 1}]<e>⟦<R>r<A>d<e>⟧'
+    assert learned(ahead, TALKS["tools"]) == '<U>a?<A>⟦[{"f": 1}]<e>⟧<R>r<A>⟦d<e>⟧'
+    found = learned(ahead, TALKS["tools"], train_on="all", unlearned=frozenset([1]))
+    assert found == '⟦<U>a?⟧<A>[{"f": 1}]<e>⟦<R>r<A>d<e>⟧'
     tools = """\
 {%- set users = messages | selectattr('role', 'equalto', 'user') | list %}
 {%- for m in messages %}{% if m.role == 'user' %}
@@ -201,15 +217,10 @@ def test_results_may_be_written_with_the_call_and_tools_with_the_last_question()
 {%- elif m.tool_calls %}{{ '[C]' + m.tool_calls | tojson + '<e>' }}{% else %}{{ m.content + '<e>' }}{% endif %}
 {%- endfor %}"""
     talk = [*TALKS["tools"], user("c?"), *TALKS["tools"][1:]]
-    assert marked(*ChatTemplate(tools, {}).render_spans(talk, tools=[])) == (
-        '[I]a?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧[I]c?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧'
-    )
-    assert marked(*ChatTemplate(tools, {}).render_spans(talk, tools=["f"])) == (
-        '[I]a?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧[T]["f"][I]c?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧'
-    )
+    for given, told in ([], ""), (["f"], '[T]["f"]'):
+        expected = '[I]a?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧' + told + '[I]c?[/I]⟦[C][{"f": 1}]<e>⟧[R]r[/R]⟦d<e>⟧'
+        assert learned(tools, talk, tools=given) == expected
 
-
-# ---------------------------------------------------------------------------------------------------- generation blocks
 
 TURN = "{% generation %}{{ m.content + '<e>' }}{% endgeneration %}"
 OTHERS = "{% else %}{{ '<s>' + m.role + '\n' + m.content + '<e>\n' }}{% endif %}{% endfor %}"
@@ -233,6 +244,18 @@ RIGHT = {
         "{{ '<s>assistant\n' }}{% if m.reasoning_content %}{% generation %}{{ m.reasoning_content + '<t>' }}"
         "{% endgeneration %}{% endif %}" + TURN + "{{ '\n' }}"
     ),
+    "loop controls, and the time": """\
+{{ bos_token }}{{ strftime_now('%Y') }}
+{% for m in messages %}
+  {% if m.role == 'assistant' %}
+    {% generation %}
+    {{ m.content }}{{ eos_token }}
+    {% endgeneration %}
+    {% continue %}
+  {% endif %}
+  [{{ m.role }}] {{ m | tojson }}
+{% endfor %}
+""",
     "answers without an end": blocks(
         "{{ '<s>assistant\n' }}{% generation %}{{ m.content }}{% endgeneration %}{{ '<e>\n' }}"
     ),
@@ -259,22 +282,24 @@ WRONG = {
         "{{ ns.t }}"
     ),
 }  # fmt: skip
-PLAIN = [talk for name, talk in TALKS.items() if name not in ("tools", "agent")]
+PLAIN_TALKS = [talk for name, talk in TALKS.items() if name not in ("tools", "agent")]
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_blocks_where_they_stand_are_those_of_transformers(name: str) -> None:
-    for talk in PLAIN:
+    for talk in PLAIN_TALKS:
         [text], [spans] = render_jinja_template(
             [talk], chat_template=RIGHT[name], return_assistant_tokens_mask=True, **TOKENS
         )
-        assert ChatTemplate(RIGHT[name], TOKENS).render_spans(talk) == (text, spans)
+        template = ChatTemplate(RIGHT[name], TOKENS)
+        assert template.marks_turns
+        assert template.render_spans(talk) == (text, spans)
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_blocks_that_are_written_elsewhere_are_found_where_transformers_masks_what_is_not_theirs(name: str) -> None:
     right, wrong = ChatTemplate(RIGHT["where it stands"], TOKENS), ChatTemplate(WRONG[name], TOKENS)
-    for talk in PLAIN:
+    for talk in PLAIN_TALKS:
         expected = right.render_spans(talk)
         assert wrong.render_spans(talk) == expected
         [text], [spans] = render_jinja_template(
@@ -286,52 +311,40 @@ def test_blocks_that_are_written_elsewhere_are_found_where_transformers_masks_wh
 
 def test_what_is_found_nowhere_is_refused_with_both_texts(tmp_path: Path) -> None:
     shouted = blocks("{% filter upper %}" + HEADED + "{% endfilter %}{{ '\n' }}")
-    (tmp_path / "own.jinja").write_text(shouted)
     with pytest.raises(DataError) as caught:
-        made(
-            tmp_path, [user("a"), assistant("b"), user("c"), assistant("d")], chat_template=str(tmp_path / "own.jinja")
-        )
+        made(tmp_path, [user("a"), assistant("b")], shouted)
     for part in (f"{tmp_path}/own.jinja", "message 2", "'b<e>'", "'<S>A'", "data.chat_template"):
         assert part in str(caught.value)
 
 
-# ------------------------------------------------------------------------------ the last turn, and turns left unlearned
-
-
-def made(tmp_path: Path, messages: list[dict[str, Any]], **settings: Any) -> str:
+def made(tmp_path: Path, messages: list[dict[str, Any]], template: str = CHATML, **settings: Any) -> str:
     """The text of a conversation of a file, with what is learned in marks."""
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages}))
-    option: dict[str, Any] = {"chat_template": "chatml", "seq_len": 512, "eval_fraction": 0.0, "packing": "pad"}
-    cache = str(tmp_path / "cache")
-    option |= {"files": [str(tmp_path / "chats.jsonl")], "cache_dir": cache, **settings}
-    data: Any = load_data(InstructSettings(**option), seed=0).train
-    ids, targets = np.zeros(len(data.tokens), np.int64), np.zeros(len(data.tokens), np.int64)
-    data.tokens.read(0, ids)
-    data.targets.read(0, targets)
-    borders = np.flatnonzero(np.diff(targets, prepend=0, append=0)).tolist()
-    text = marked(bytes(ids.tolist()).decode(), list(zip(borders[::2], borders[1::2], strict=True)))
+    (tmp_path / "own.jinja").write_text(template)
+    path = write_lines(tmp_path / "chats.jsonl", [{"messages": messages}])
+    option: dict[str, Any] = {"chat_template": str(tmp_path / "own.jinja"), "seq_len": 512, "packing": "pad"}
+    option |= {"files": [str(path)], "eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
+    [text] = shown(load_data(InstructSettings(**option), seed=0), "⟦⟧")
     text = text.replace("<⟦|", "⟦<|")  # nothing predicts the first token
     return text.replace("<|im_start|>", "<s>").replace("<|im_end|>", "<e>")
 
 
 def test_the_last_turn_is_learned_whole(tmp_path: Path) -> None:
-    (tmp_path / "own.jinja").write_text(RIGHT["thought and answer"])
+    template = RIGHT["thought and answer"]
     expected = "<s>user\na?<e>\n<s>assistant\nt<t>b<e>\n<s>user\nc?<e>\n<s>assistant\n⟦v<t>d<e>⟧\n"
-    assert made(tmp_path, TALKS["thoughts"], train_on="last", chat_template=str(tmp_path / "own.jinja")) == expected
+    assert made(tmp_path, TALKS["thoughts"], template, train_on="last") == expected
     # as many blocks as turns, of which the last turn has none
-    (tmp_path / "own.jinja").write_text(RIGHT["thought and answer"].replace(TURN, "{{ m.content + '<e>' }}"))
     talk = [user("a?"), assistant("b", reasoning_content="t"), user("c?"), assistant("d")]
     with pytest.raises(DataError, match="no conversation has a turn that is to be learned"):
-        made(tmp_path, talk, train_on="last", chat_template=str(tmp_path / "own.jinja"))
+        made(tmp_path, talk, template.replace(TURN, "{{ m.content + '<e>' }}"), train_on="last")
     # blocks of a loop over numbers
     loop = "for i in range(messages | length) %}{% set m = messages[i] %}"
-    (tmp_path / "own.jinja").write_text(RIGHT["thought and answer"].replace("for m in messages %}", loop))
-    assert made(tmp_path, TALKS["thoughts"], train_on="last", chat_template=str(tmp_path / "own.jinja")) == expected
+    by_number = template.replace("for m in messages %}", loop)
+    assert made(tmp_path, TALKS["thoughts"], by_number, train_on="last") == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_last_of_each_family(family: str) -> None:
-    template = ChatTemplate(FAMILIES[family].replace("SHOWN", SHOWN), TOKENS)
+    template = ChatTemplate(FAMILIES[family], TOKENS)
     for talk in TALKS.values():
         assert template.render_spans(talk, train_on="last")[1] == template.render_spans(talk)[1][-1:]
 
@@ -350,17 +363,16 @@ def test_the_last_of_each_family(family: str) -> None:
 def test_turns_that_are_marked_are_not_learned(
     tmp_path: Path, name: str, marks: dict[int, dict[str, Any]], train_on: str, expected: str | None
 ) -> None:
-    if name == "no blocks":
-        (tmp_path / "own.jinja").write_text(CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", ""))
-        name = str(tmp_path / "own.jinja")
+    without = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    template = without if name == "no blocks" else CHATML
     talk = [user("a"), assistant("b"), user("c"), assistant("d")]
     talk = [{**message, **marks.get(i, {})} for i, message in enumerate(talk)]
     short = {"<s>user\n": "U:", "<s>assistant\n": "A:", "<e>": ".", "\n": " "}
     if expected is None:
         with pytest.raises(DataError, match="no conversation has a turn that is to be learned"):
-            made(tmp_path, talk, train_on=train_on, chat_template=name)
+            made(tmp_path, talk, template, train_on=train_on)
         return
-    found = made(tmp_path, talk, train_on=train_on, chat_template=name)
+    found = made(tmp_path, talk, template, train_on=train_on)
     for long, mark in short.items():
         found = found.replace(long, mark)
     assert found == expected
@@ -384,11 +396,9 @@ def test_spellings_of_marks(tmp_path: Path, key: str, off: Any) -> None:
 
 
 def test_marks_of_sharegpt_and_of_tables(tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     turns = [("human", "a", None), ("gpt", "b", 0), ("human", "c", None), ("gpt", "d", None)]
     talk = [{"from": role, "value": text, **({} if mark is None else {"weight": mark})} for role, text, mark in turns]
-    table = arrow.Table.from_pylist([{"conversations": talk}])
-    parquet.write_table(table, tmp_path / "chats.parquet")
+    write_table(tmp_path / "chats.parquet", [{"conversations": talk}])
     found = made(tmp_path, talk)
     assert found == made(tmp_path, talk, files=[str(tmp_path / "chats.parquet")])
     assert found.endswith("\nb<e>\n<s>user\nc<e>\n<s>assistant\n⟦d<e>⟧\n")
@@ -396,7 +406,7 @@ def test_marks_of_sharegpt_and_of_tables(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_of_a_prompt_nothing_is_learned_under_all(family: str) -> None:
-    template = ChatTemplate(FAMILIES[family].replace("SHOWN", SHOWN), TOKENS)
+    template = ChatTemplate(FAMILIES[family], TOKENS)
     headers = {
         "mistral": "", "vicuna": "", "gemma": "<s>model\n", "llama3": "<h>assistant</h>\n\n", "plain": "Assistant: ",
         "phi": "<assistant>\n", "alpaca": "### Response:\n", "harmony": "<s>assistant",
@@ -424,8 +434,7 @@ def test_keys_that_may_be_marks_are_refused_unless_the_template_reads_them(tmp_p
         made(tmp_path, talk)
     for source in (CHATML + "{% if messages[1].draft %}{% endif %}", CHATML + "{{ messages[1]['draft'] }}",
                    CHATML + "{{ messages | tojson }}"):  # fmt: skip
-        (tmp_path / "own.jinja").write_text(source)
-        assert "⟦b<e>⟧" in made(tmp_path, talk, chat_template=str(tmp_path / "own.jinja"))
+        assert "⟦b<e>⟧" in made(tmp_path, talk, source)
     for key, value in (("index", 1), ("turn_id", 0), ("name", "Ann"), ("logprob", 0.5), ("draft", "no")):
         assert "⟦b<e>⟧" in made(tmp_path, [user("a"), assistant("b", **{key: value})])
     assert "⟦b<e>⟧" in made(tmp_path, talk, ignore=["draft"])
@@ -435,13 +444,13 @@ def test_keys_that_may_be_marks_are_refused_unless_the_template_reads_them(tmp_p
 
 
 def test_conversations_without_a_turn_to_learn_are_left_out_and_counted(tmp_path: Path) -> None:
-    path = tmp_path / "chats.jsonl"
-    lines = [json.dumps({"messages": [user("a"), assistant("b", weight=number % 2)]}) for number in range(6)]
-    path.write_text("\n".join(lines))
-    option: dict[str, Any] = {"files": [str(path)], "chat_template": "chatml", "seq_len": 64, "eval_fraction": 0.0}
-    data = load_data(InstructSettings(**option, cache_dir=str(tmp_path), packing="pad"), seed=0)
+    records = [{"messages": [user("a"), assistant("b", weight=number % 2)]} for number in range(6)]
+    path = write_lines(tmp_path / "chats.jsonl", records)
+    option = InstructSettings(files=[str(path)], chat_template="chatml", seq_len=64, eval_fraction=0.0,
+                              cache_dir=str(tmp_path), packing="pad")  # fmt: skip
+    data = load_data(option, seed=0)
     assert len(data.train) == 3
     assert "3 without a target" in data.description["left_out"]
-    path.write_text("\n".join(lines[::2]))
+    write_lines(path, records[::2])
     with pytest.raises(DataError, match="no conversation has a turn that is to be learned"):
-        load_data(InstructSettings(**option, cache_dir=str(tmp_path), packing="pad"), seed=0)
+        load_data(option, seed=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from forgather_cli.data.cache import Cache
-from forgather_cli.data.packing import best_fit, packed_tables, pieces_of
+from forgather_cli.data.packing import best_fit, packed_tables, pieces_of, whole_pieces
 from forgather_cli.data.samples import ConcatDataset, PackedDataset
 from forgather_cli.data.tokens import ArrayFile, Tokenized, Tokens, TokenSplit
 
@@ -44,20 +45,16 @@ def test_concat_leaves_a_partial_sample_out(split: TokenSplit) -> None:
     assert batch["input_ids"][0, 0] == 8, "labels are a copy"
 
 
-def test_concat_pads_the_tail_of_evaluation(split: TokenSplit) -> None:
+def test_concat_pads_the_tail_of_evaluation_and_gives_single_samples(split: TokenSplit) -> None:
     data = ConcatDataset(split.tokens, 4, PAD, keep_tail=True)
     assert len(data) == 4
     batch = data.__getitems__([3, 1])
     assert rows(batch) == [[12, PAD, PAD, PAD], [4, 5, 6, 7]]
     assert rows(batch, "labels") == [[12, NONE, NONE, NONE], [4, 5, 6, 7]]
-
-
-def test_one_sample_and_iteration(split: TokenSplit) -> None:
-    data = ConcatDataset(split.tokens, 4, PAD, keep_tail=False)
     assert data[1]["input_ids"].tolist() == [4, 5, 6, 7]
-    assert len(list(iter(data))) == 3
+    assert len(list(iter(data))) == 4
     with pytest.raises(IndexError):
-        data[3]
+        data[4]
 
 
 def test_isolated_concat(split: TokenSplit) -> None:
@@ -85,14 +82,14 @@ def test_isolation_agrees_with_a_slow_way(tmp_path: Path) -> None:
         assert ((batch["labels"][sample].numpy() == NONE) == starts).all()
 
 
-def table(tmp_path: Path, split: TokenSplit, seq_len: int, packing: str) -> PackedDataset:
+def table(tmp_path: Path, split: TokenSplit, seq_len: int, packing: str, isolate: bool) -> PackedDataset:
     data = Tokenized(split, None, "f", {})
     tables = packed_tables(Cache(tmp_path / "cache"), data, seq_len, packing)
-    return PackedDataset(split.tokens, tables["train"], seq_len, PAD, isolate=packing == "best_fit")
+    return PackedDataset(split.tokens, tables["train"], seq_len, PAD, isolate=isolate)
 
 
 def test_pad_has_one_piece_per_sample(tmp_path: Path, split: TokenSplit) -> None:
-    data = table(tmp_path, split, 4, "pad")
+    data = table(tmp_path, split, 4, "pad", isolate=False)
     batch = data.__getitems__(list(range(len(data))))
     # the documents' last single tokens (7, and 8) hold no target by themselves
     assert rows(batch) == [[0, 1, 2, PAD], [3, 4, 5, 6], [9, 10, 11, 12]]
@@ -100,18 +97,14 @@ def test_pad_has_one_piece_per_sample(tmp_path: Path, split: TokenSplit) -> None
     assert "document_ids" not in batch
 
 
-def test_best_fit_fills_rows(tmp_path: Path, split: TokenSplit) -> None:
-    data = table(tmp_path, split, 8, "best_fit")
+def test_best_fit_fills_rows_with_and_without_isolation(tmp_path: Path, split: TokenSplit) -> None:
+    data = table(tmp_path, split, 8, "best_fit", isolate=True)
     batch = data.__getitems__(list(range(len(data))))
     assert rows(batch) == [[0, 1, 2, 3, 4, 5, 6, 7], [9, 10, 11, 12, PAD, PAD, PAD, PAD]]
     assert rows(batch, "labels") == [[NONE, 1, 2, NONE, 4, 5, 6, 7], [NONE, 10, 11, 12, NONE, NONE, NONE, NONE]]
     assert rows(batch, "document_ids") == [[0, 0, 0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 1, 1, 1, 1]]
-
-
-def test_without_isolation_targets_cross_borders(tmp_path: Path, split: TokenSplit) -> None:
-    tables = packed_tables(Cache(tmp_path / "cache"), Tokenized(split, None, "f", {}), 8, "best_fit")
-    batch = PackedDataset(split.tokens, tables["train"], 8, PAD, isolate=False).__getitems__([0])
-    assert rows(batch, "labels") == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    batch = table(tmp_path, split, 8, "best_fit", isolate=False).__getitems__([0])
+    assert rows(batch, "labels") == [[0, 1, 2, 3, 4, 5, 6, 7]], "targets cross borders"
     assert "document_ids" not in batch
 
 
@@ -123,6 +116,30 @@ def test_pieces_cover_every_token_once() -> None:
     assert sorted(covered) == sorted(set(range(43)) - {0, 40})  # but single tokens
 
 
+def test_conversations_are_cut_or_dropped_and_those_without_a_target_left_out() -> None:
+    borders, firsts = np.array([0, 5, 14, 14, 20, 32]), np.array([4, 3, 0, 6, 8])
+    starts, lengths, counts = whole_pieces(borders, firsts, 8, "cut")
+    assert (starts.tolist(), lengths.tolist()) == ([0, 5], [5, 8])
+    assert counts == {"cut": 1, "dropped": 0, "empty": 3}
+    starts, lengths, counts = whole_pieces(borders, firsts, 8, "drop")
+    assert (starts.tolist(), lengths.tolist(), counts) == ([0], [5], {"cut": 0, "dropped": 2, "empty": 2})
+
+
+def test_rows_with_tokens_are_found(tmp_path: Path, split: TokenSplit) -> None:
+    tables = packed_tables(Cache(tmp_path / "cache"), Tokenized(split, None, "f", {}), 4, "best_fit")["train"]
+    assert [tables.pieces(row) for row in range(len(tables))] == [[(3, 4)], [(9, 4)], [(0, 3)]]
+    found = [tables.rows_with(start, stop) for start, stop in ((0, 1), (2, 3), (2, 4), (6, 9), (7, 9), (0, 13))]
+    assert found == [[2], [2], [0, 2], [0], [], [0, 1, 2]]
+
+
+def test_tables_of_before_are_used_again(tmp_path: Path, split: TokenSplit) -> None:
+    for packing, more in (("pad", {}), ("best_fit", {}), ("pad", {"too_long": "cut"})):
+        data = replace(split, first_targets=array_file(tmp_path / "f.bin", [0] * 4, "int64"))
+        packed_tables(Cache(tmp_path / "cache"), Tokenized(data, None, "f", {}), 8, packing, **more)
+    names = sorted(path.name[:8] for path in (tmp_path / "cache/packings").iterdir())
+    assert names == ["6adf2401", "8136ca82", "eceaf1b3"]
+
+
 def test_best_fit_packs_tightly_and_loses_nothing() -> None:
     lengths = np.random.default_rng(0).integers(1, 65, 5000)
     order, borders = best_fit(lengths, 64)
@@ -131,6 +148,7 @@ def test_best_fit_packs_tightly_and_loses_nothing() -> None:
     assert fill.max() <= 64
     assert fill.sum() == lengths.sum()
     assert fill.mean() / 64 > 0.99
+    assert [part.tolist() for part in best_fit(np.array([1]), 8)] == [[0], [0, 1]]
     assert [part.tolist() for part in best_fit(np.array([3, 8, 5, 4, 4]), 8)] == [[1, 0, 2, 3, 4], [0, 1, 3, 5]]
 
 

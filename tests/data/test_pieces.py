@@ -5,32 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tokenizers
+import test_add_bos
 from chats import write_tokenizer
-from tokenizers import decoders, models, pre_tokenizers
 
 from forgather_cli.data.text.pieces import letters_of, pieces_of, special_ids
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 TEXTS = ["What is 7 + 1?\n", "Ünïcödé 🙂 数学\x1b[31m", " two  blanks ", "\\x41 as it stands", ""]
-
-
-def sentencepiece(directory: Path) -> FileTokenizer:
-    """As Llama 2 has: ``▁`` for a blank, one before the text too, and bytes for what the vocabulary lacks."""
-    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"<0x{byte:02X}>": 3 + byte for byte in range(256)}}
-    vocab |= {token: 259 + at for at, token in enumerate(("▁", "W", "h", "a", "t", "▁What", "▁is", "is", "▁7", "?"))}
-    merges = [("▁", "W"), ("▁W", "h"), ("▁Wh", "a"), ("▁Wha", "t")]
-    vocab |= {token: len(vocab) + at for at, token in enumerate(("▁W", "▁Wh", "▁Wha"))}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    tokenizer.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    directory.mkdir()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text('{"eos_token": "</s>", "bos_token": "<s>"}')
-    return FileTokenizer(directory)
 
 
 @pytest.fixture
@@ -44,7 +25,7 @@ def byte_level(tmp_path: Path) -> FileTokenizer:
 def test_pieces_and_letters_are_the_text(kind: str, text: str, tmp_path: Path, byte_level: FileTokenizer) -> None:
     tokenizer: Tokenizer = byte_level if kind == "byte level" else ByteTokenizer()
     if kind == "sentencepiece":
-        tokenizer = sentencepiece(tmp_path / "sentencepiece")
+        tokenizer = FileTokenizer(test_add_bos.write_tokenizer(tmp_path / "sentencepiece", spelled=True))
         text = "What is 7?" + text
     ids = [*tokenizer.encode(text), tokenizer.eos_token_id or 0, *tokenizer.encode("What is 7?")]
     whole = tokenizer.decode(ids)

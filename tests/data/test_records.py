@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import write_lines
+from chats import write_lines, write_table
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from program import forgather
+from streams import shown
 
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.config.schema import InstructSettings
@@ -54,30 +55,9 @@ def load(path: Path, template: str = TEMPLATE, **settings: Any) -> DataSplits:
     return load_data(option(path, template, **settings), seed=0)
 
 
-def shown(data: DataSplits) -> list[str]:
-    """The text of each sample, with what is learned in brackets."""
-    assert data.tokenizer is not None
-    found = []
-    for index in range(len(data.train)):
-        ids, labels = (data.train[index][name].tolist() for name in ("input_ids", "labels"))
-        text, inside = "", False
-        for start, (token, label) in enumerate(zip(ids, labels, strict=True)):
-            if token == data.tokenizer.pad_token_id and label < 0:
-                break
-            if (label >= 0) != inside:
-                text, inside = text + "[]"[inside], not inside
-            text += data.tokenizer.decode([token])
-            last = start
-        found.append(text + "]" * inside)
-        assert set(labels[last + 1 :]) <= {-100}
-    return found
-
-
 def learned(tmp_path: Path, records: list[Any], template: str = TEMPLATE, **settings: Any) -> list[str]:
     return shown(load(write_lines(tmp_path / "records.jsonl", records), template, **settings))
 
-
-# ------------------------------------------------------------------------------------------------------------- layouts
 
 HI, YO = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}
 MORE, SO = {"role": "user", "content": "More"}, {"role": "assistant", "content": "So"}
@@ -88,30 +68,23 @@ PASSAGE = "The bridge was built in 1931."
 WHEN = "When was it built?"
 DOLLY = {"instruction": WHEN, "context": PASSAGE, "response": "In 1931."}
 
-LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "openai": ({"messages": [BE, HI, YO, MORE, SO]}, {}, "s:Be;u:Hi;a:[Yo;]u:More;a:[So;]"),
+LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
+    "openai": ({"messages": [BE, HI, YO, MORE, SO]}, "s:Be;u:Hi;a:[Yo;]u:More;a:[So;]"),
     "openai, calls": (
         {"messages": [HI, {"role": "assistant", "content": None, "tool_calls": [MOVE]}, MOVED, SO]},
-        {},
         'u:Hi;a:[{"name": "move", "arguments": {"x": 1}};]t:ok;a:[So;]',
     ),
-    "openai, tools": ({"messages": [HI, YO], "tools": [{"name": "move"}]}, {}, '[{"name": "move"}];u:Hi;a:[Yo;]'),
+    "openai, tools": ({"messages": [HI, YO], "tools": [{"name": "move"}]}, '[{"name": "move"}];u:Hi;a:[Yo;]'),
     "openai, parts": (
-        {"messages": [{**HI, "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}, YO]},
-        {},
+        {"messages": [{**each, "content": [{"type": "text", "text": part} for part in each["content"]]}
+                      for each in (HI, YO)]},
         "u:Hi;a:[Yo;]",
     ),
-    "openai, parts of all": (
-        {"messages": [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in (HI, YO)]},
-        {},
-        "u:Hi;a:[Yo;]",
-    ),
-    "openai, name": ({"messages": [{**HI, "name": "Ann"}, YO]}, {}, "u:Hi;a:[Yo;]"),
-    "openai, reasoning": ({"messages": [HI, {**YO, "reasoning_content": "hm"}]}, {}, "u:Hi;a:[(hm)Yo;]"),
-    "openai, thinking": ({"messages": [HI, {**YO, "thinking": "hm"}]}, {}, "u:Hi;a:[(hm)Yo;]"),
+    "openai, name": ({"messages": [{**HI, "name": "Ann"}, YO]}, "u:Hi;a:[Yo;]"),
+    "openai, reasoning": ({"messages": [HI, {**YO, "reasoning_content": "hm"}]}, "u:Hi;a:[(hm)Yo;]"),
+    "openai, thinking": ({"messages": [HI, {**YO, "thinking": "hm"}]}, "u:Hi;a:[(hm)Yo;]"),
     "sharegpt": (
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}], "system": "Be"},
-        {},
         "s:Be;u:Hi;a:[Yo;]",
     ),
     "sharegpt, calls": (
@@ -124,98 +97,63 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
                 {"from": "function_call", "value": '[{"name": "say", "arguments": "{}"}, {"name": "go"}]'},
             ],
             "tools": '[{"name": "move"}]',
+            "system": "",
         },
-        {},
         '[{"name": "move"}];u:Hi;a:[{"name": "move", "arguments": {"x": 1}};]t:ok;a:[Yo;]'
         'a:[{"name": "say", "arguments": {}}{"name": "go"};]',
     ),
-    "alpaca": ({"instruction": "Greet", "input": "Ann", "output": "Yo"}, {}, "u:Greet\n\nAnn;a:[Yo;]"),
+    "alpaca": ({"instruction": "Greet", "input": "Ann", "output": "Yo"}, "u:Greet\n\nAnn;a:[Yo;]"),
     "alpaca, history": (
-        {"instruction": "Greet", "input": "", "output": "Yo", "history": [["Hi", "So"], ["More", ""]]},
-        {},
-        "u:Hi;a:[So;]u:More;a:[;]u:Greet;a:[Yo;]",
+        {"instruction": "Greet", "input": "", "output": "Yo", "history": [["Hi", "So"], ["More", ""]], "system": "Be"},
+        "s:Be;u:Hi;a:[So;]u:More;a:[;]u:Greet;a:[Yo;]",
     ),
-    "alpaca, history and system": (
-        {"instruction": "Greet", "input": "Ann", "output": "Yo", "history": [["Hi", "So"]], "system": "Be"},
-        {},
-        "s:Be;u:Hi;a:[So;]u:Greet\n\nAnn;a:[Yo;]",
-    ),
-    "alpaca, no history": ({"instruction": "Hi", "output": "Yo", "history": []}, {}, "u:Hi;a:[Yo;]"),
-    "dolly": (DOLLY, {}, f"u:{WHEN}\n\n{PASSAGE};a:[In 1931.;]"),
-    "dolly, no passage": ({**DOLLY, "context": ""}, {}, f"u:{WHEN};a:[In 1931.;]"),
-    "trl, text": ({"prompt": "Hi", "completion": "Yo"}, {}, "u:Hi;a:[Yo;]"),
-    "trl, lists": ({"prompt": [BE, HI, YO, MORE], "completion": [SO]}, {}, "s:Be;u:Hi;a:Yo;u:More;a:[So;]"),
-    "trl, lists and system": (
-        {"system": "Be", "prompt": [HI, YO, MORE], "completion": [SO]},
-        {},
-        "s:Be;u:Hi;a:Yo;u:More;a:[So;]",
-    ),
-    "trl, a long completion": (
-        {"prompt": [HI, YO], "completion": [MORE, SO, HI, YO]},
-        {},
-        "u:Hi;a:Yo;u:More;a:[So;]u:Hi;a:[Yo;]",
-    ),
-    "trl, list and text": ({"prompt": [HI, YO, MORE], "completion": "So"}, {}, "u:Hi;a:Yo;u:More;a:[So;]"),
-    "trl, last": ({"prompt": [HI, YO, MORE], "completion": [SO, HI, YO]}, {"train_on": "last"},
-                  "u:Hi;a:Yo;u:More;a:So;u:Hi;a:[Yo;]"),
-    "trl, all": (
-        {"prompt": [BE, HI, YO, MORE], "completion": [SO, HI]},
-        {"train_on": "all"},
-        "s:Be;u:Hi;a:Yo;u:More;[a:So;u:Hi;]",
-    ),
-    "question and answer": ({"question": "Hi", "answer": "Yo"}, {}, "u:Hi;a:[Yo;]"),
-    "a pair and its reasoning": ({"question": "Hi", "answer": "Yo", "thinking": "hm"}, {}, "u:Hi;a:[(hm)Yo;]"),
-    "text": ({"text": "Any text: u:Hi;"}, {}, f"A[ny text: u:Hi;{END}]"),
-    "text, with its end": ({"text": f"Any text{END}"}, {}, f"A[ny text{END}]"),
-    "roles": ({"system": "Be", "user": "Hi", "assistant": "Yo"}, {}, "s:Be;u:Hi;a:[Yo;]"),
-    "mapped to roles": (
-        {"q": WHEN, "p": PASSAGE, "a": "In 1931.", "s": "Be"},
-        {"mapping": {"s": "system", "p": "user", "q": "user", "a": "assistant"}},
-        f"s:Be;u:{PASSAGE}\n\n{WHEN};a:[In 1931.;]",
-    ),
-    "mapped in part": (
-        {"context": PASSAGE, "question": WHEN, "answer": "In 1931."},
-        {"mapping": {"question": "user", "context": "user"}},
-        f"u:{WHEN}\n\n{PASSAGE};a:[In 1931.;]",
-    ),
-    "mapped, and one is not there": (
-        {"q": "Hi", "p": None, "a": "Yo"},
-        {"mapping": {"p": "user", "q": "user", "a": "assistant"}},
-        "u:Hi;a:[Yo;]",
-    ),
-    "mapped to keys": (
-        {"q": WHEN, "p": PASSAGE, "a": "In 1931.", "before": [["Hi", "Yo"]]},
-        {"mapping": {"q": "instruction", "p": "context", "a": "response", "before": "history"}},
-        f"u:Hi;a:[Yo;]u:{WHEN}\n\n{PASSAGE};a:[In 1931.;]",
-    ),
-    "mapped to lists": (
-        {"talk": [HI, YO, MORE], "reply": "So"},
-        {"mapping": {"talk": "prompt", "reply": "completion"}},
-        "u:Hi;a:Yo;u:More;a:[So;]",
-    ),
-    "mapped beside messages": (
-        {"messages": [BE, HI, YO, MORE, SO], "context": PASSAGE, "rules": "Soon"},
-        {"mapping": {"context": "user", "rules": "system"}},
-        f"s:Be\n\nSoon;u:Hi\n\n{PASSAGE};a:[Yo;]u:More;a:[So;]",
-    ),
-    "roles before messages": (
-        {"messages": [HI, YO], "q": "More", "a": "So"},
-        {"mapping": {"q": "user", "a": "assistant"}},
-        "u:More;a:[So;]",
-    ),
-    "ignored as if it were not there": (
-        {**DOLLY, "system": "Be", "tools": [{"name": "move"}]},
-        {"ignore": ["context", "tools", "system"]},
-        f"u:{WHEN};a:[In 1931.;]",
-    ),
+    "alpaca, no history": ({"instruction": "Hi", "output": "Yo", "history": []}, "u:Hi;a:[Yo;]"),
+    "dolly": (DOLLY, f"u:{WHEN}\n\n{PASSAGE};a:[In 1931.;]"),
+    "dolly, no passage": ({**DOLLY, "context": ""}, f"u:{WHEN};a:[In 1931.;]"),
+    "trl, text": ({"prompt": "Hi", "completion": "Yo"}, "u:Hi;a:[Yo;]"),
+    "trl, lists": ({"prompt": [BE, HI, YO, MORE], "completion": [SO]}, "s:Be;u:Hi;a:Yo;u:More;a:[So;]"),
+    "trl, lists and system": ({"system": "Be", "prompt": [HI], "completion": [SO]}, "s:Be;u:Hi;a:[So;]"),
+    "trl, a long completion": ({"prompt": [HI, YO], "completion": [MORE, SO, HI]}, "u:Hi;a:Yo;u:More;a:[So;]u:Hi;"),
+    "trl, no prompt": ({"prompt": [], "completion": [HI, YO]}, "u:Hi;a:[Yo;]"),
+    "trl, list and text": ({"prompt": [HI, YO, MORE], "completion": "So"}, "u:Hi;a:Yo;u:More;a:[So;]"),
+    "question and answer": ({"question": "Hi", "answer": "Yo"}, "u:Hi;a:[Yo;]"),
+    "a pair and its reasoning": ({"question": "Hi", "answer": "Yo", "thinking": "hm"}, "u:Hi;a:[(hm)Yo;]"),
+    "text": ({"text": "Any text: u:Hi;"}, f"A[ny text: u:Hi;{END}]"),
+    "text, with its end": ({"text": f"Any text{END}"}, f"A[ny text{END}]"),
+    "roles": ({"system": "Be", "user": "Hi", "assistant": "Yo"}, "s:Be;u:Hi;a:[Yo;]"),
 }  # fmt: skip
+TO_ROLES = {"p": "user", "q": "user", "a": "assistant"}
+SETTINGS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"train_on": "last"}, {"prompt": [HI, YO, MORE], "completion": [SO, HI, YO]},
+     "u:Hi;a:Yo;u:More;a:So;u:Hi;a:[Yo;]"),
+    ({"train_on": "all"}, {"prompt": [BE, HI, YO, MORE], "completion": [SO, HI]}, "s:Be;u:Hi;a:Yo;u:More;[a:So;u:Hi;]"),
+    ({"messages_key": "talk"}, {"talk": [HI, YO], "messages": "none"}, "u:Hi;a:[Yo;]"),
+    ({"mapping": TO_ROLES | {"s": "system"}}, {"q": WHEN, "p": PASSAGE, "a": "In 1931.", "s": "Be"},
+     f"s:Be;u:{PASSAGE}\n\n{WHEN};a:[In 1931.;]"),
+    # in part
+    ({"mapping": {"question": "user", "context": "user"}},
+     {"context": PASSAGE, "question": WHEN, "answer": "In 1931."}, f"u:{WHEN}\n\n{PASSAGE};a:[In 1931.;]"),
+    # to keys, and to lists
+    ({"mapping": {"q": "instruction", "p": "context", "a": "response", "before": "history"}},
+     {"q": WHEN, "p": PASSAGE, "a": "In 1931.", "before": [["Hi", "Yo"]]},
+     f"u:Hi;a:[Yo;]u:{WHEN}\n\n{PASSAGE};a:[In 1931.;]"),
+    ({"mapping": {"talk": "prompt", "reply": "completion"}}, {"talk": [HI, YO, MORE], "reply": "So"},
+     "u:Hi;a:Yo;u:More;a:[So;]"),
+    # beside messages, and in their place
+    ({"mapping": {"context": "user", "rules": "system"}},
+     {"messages": [BE, HI, YO, MORE, SO], "context": PASSAGE, "rules": "Soon"},
+     f"s:Be\n\nSoon;u:Hi\n\n{PASSAGE};a:[Yo;]u:More;a:[So;]"),
+    ({"mapping": {"q": "user", "a": "assistant"}}, {"messages": [HI, YO], "q": "More", "a": "So"}, "u:More;a:[So;]"),
+    ({"ignore": ["context", "tools", "system"]}, {**DOLLY, "system": "Be", "tools": [{"name": "move"}]},
+     f"u:{WHEN};a:[In 1931.;]"),
+]  # fmt: skip
 
 
 def test_what_is_read_as_what(tmp_path: Path) -> None:
     """Those without settings lie in one file."""
-    for settings in ({}, *(settings for _, settings, _ in LAYOUTS.values() if settings)):
-        records = [record for record, its, _ in LAYOUTS.values() if its == settings]
-        assert learned(tmp_path, records, **settings) == [text for _, its, text in LAYOUTS.values() if its == settings]
+    assert learned(tmp_path, [record for record, _ in LAYOUTS.values()]) == [text for _, text in LAYOUTS.values()]
+    for settings, record, text in SETTINGS:
+        assert learned(tmp_path, [record], **settings) == [text]
 
 
 def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -> None:
@@ -240,16 +178,24 @@ def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -
         ({"conversations": [{"from": "function_call", "value": "move"}]}, {}, "the call in message 1 is not JSON"),
         ({"q": [HI], "p": "Hi", "a": "Yo"}, {"mapping": {"q": "user", "p": "user", "a": "assistant"}}, "'q' and 'p'"),
         ({"q": "Hi", "text": "Yo"}, {"mapping": {"q": "user", "a": "assistant"}}, "its keys: q, text"),
+        ({"messages": [HI]}, {}, "set data.train_on=all"),
+        ({"messages": []}, {}, "'messages' must be a list of messages, got an empty list"),
+        ({"messages": "Hi"}, {}, "'messages' must be a list of messages, got str"),
+        ({"line": "Hi"}, {}, "(its keys: line); set data.messages_key"),
+        ({"messages": [{**HI, "role": "bot"}]}, {}, "message 1 has the unknown role 'bot'; roles are system,"),
+        ({"messages": [HI, {"content": "Yo"}]}, {}, "message 2 has no role (its keys: content)"),
+        ({"messages": [HI, "Yo"]}, {}, "message 2 is str, not an object with role and content"),
+        ({"messages": [HI, {"role": "assistant"}]}, {}, "message 2 must have text as content, got none"),
+        ({"messages": [{**HI, "content": [1]}, YO]}, {}, "message 1 must have text as content, got list"),
+        ({"prompt": 1, "completion": "Yo"}, {}, "'prompt' is int, not text or a list of messages"),
+        ({"messages": [HI, YO], "tools": "{"}, {}, "'tools' is not JSON"),
     ],
 )
-def test_records_that_are_none_are_named(
-    tmp_path: Path, record: dict[str, Any], settings: dict[str, Any], what: str
-) -> None:
-    with pytest.raises(DataError, match=rf"records\.jsonl:1: .*{re.escape(what)}"):
-        learned(tmp_path, [record], **settings)
-
-
-# ---------------------------------------------------------------------------------------------------------- tool calls
+def test_records_that_are_none_are_named(tmp_path: Path, record: Any, settings: dict[str, Any], what: str) -> None:
+    path = write_lines(tmp_path / "records.jsonl", [{"messages": [HI, YO], "q": "Hi", "a": "Yo"}, record])
+    with pytest.raises(DataError, match=rf"records\.jsonl:2: .*{re.escape(what)}"):
+        load(path, **settings)
+    assert not list((tmp_path / "cache").glob("tokens/*")), "nothing is left behind"
 
 
 def calls(*arguments: Any) -> list[dict[str, Any]]:
@@ -307,26 +253,23 @@ TABLE = [
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_table_gives_the_ids_and_targets_of_jsonl(tmp_path: Path, order: int) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     rows = TABLE[::order]
     expected = learned(tmp_path, rows)
     assert 'a:[Yo{"name": "say", "arguments": {"deep": {"b": [{"c": 1}, {"d": 2}]}, "word": "up"}};]' in "".join(
         expected
     )
-    parquet.write_table(arrow.Table.from_pylist([{"tools": None} | row for row in rows]), tmp_path / "records.parquet")
-    assert shown(load(tmp_path / "records.parquet")) == expected
+    assert shown(load(write_table(tmp_path / "records.parquet", [{"tools": None} | row for row in rows]))) == expected
 
 
 @pytest.mark.parametrize(
-    "layout",
-    ["openai, calls", "openai, parts of all", "alpaca, history", "trl, lists", "text", "mapped, and one is not there"],
+    "layout", ["openai, calls", "openai, parts", "alpaca, history", "trl, lists", "text", "mapped"]
 )
 def test_layouts_are_the_same_from_a_table(tmp_path: Path, layout: str) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    record, settings, expected = LAYOUTS[layout]
+    mapped: Any = ({"q": "Hi", "p": None, "a": "Yo"}, "u:Hi;a:[Yo;]")  # a key that is not there
+    record, expected = {**LAYOUTS, "mapped": mapped}[layout]
     nothing = dict.fromkeys(("id", "messages", "prompt", "text", "tools", "history", "context"))
-    parquet.write_table(arrow.Table.from_pylist([nothing | record]), tmp_path / "records.parquet")
-    assert shown(load(tmp_path / "records.parquet", **settings)) == [expected]
+    settings = {"mapping": TO_ROLES} if layout == "mapped" else {}
+    assert shown(load(write_table(tmp_path / "records.parquet", [nothing | record]), **settings)) == [expected]
 
 
 def test_a_null_that_was_written_stays(tmp_path: Path) -> None:
@@ -334,8 +277,7 @@ def test_a_null_that_was_written_stays(tmp_path: Path) -> None:
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     expected = ['u:Hi;a:[Yo{"name": "move", "arguments": {"x": null}};]']
     assert learned(tmp_path, calls({"x": None})) == expected
-    parquet.write_table(arrow.Table.from_pylist(calls('{"x": null}')), tmp_path / "records.parquet")
-    assert shown(load(tmp_path / "records.parquet")) == expected
+    assert shown(load(write_table(tmp_path / "records.parquet", calls('{"x": null}')))) == expected
     kind = arrow.list_(arrow.struct([
         ("role", arrow.string()), ("content", arrow.string()),
         ("tool_calls", arrow.list_(arrow.struct([("function", arrow.struct([
@@ -345,8 +287,6 @@ def test_a_null_that_was_written_stays(tmp_path: Path) -> None:
     parquet.write_table(table, tmp_path / "map.parquet")
     assert shown(load(tmp_path / "map.parquet")) == expected
 
-
-# ---------------------------------------------------------------------------------------------- keys that nothing reads
 
 LONG = "These are at least four words"
 ALPACA = {"instruction": "Greet her kindly", "input": "Ann", "output": "Good morning to you, Ann"}
@@ -504,9 +444,6 @@ def test_a_mapping_says_what_a_key_is_or_is_refused(tmp_path: Path) -> None:
     assert refused(tmp_path, [hidden], mapping={"ctx": "context"})[0] == ["context"], "another one has its name"
     both = {"context": "context", "ctx": "context"}
     assert learned(tmp_path, [hidden], mapping=both) == [f"u:{WHEN}\n\n{PASSAGE}\n\n{LONG};a:[Yo;]"]
-
-
-# ---------------------------------------------------------------------------------------------- what 0.3.0 has left
 
 
 def test_a_cache_of_before_is_built_anew_and_says_whether_a_run_of_before_goes_on(

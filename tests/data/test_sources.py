@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from chats import write_lines, write_table
 
 from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
 from forgather_cli.data.cache import Cache, NotCached
@@ -30,22 +32,14 @@ def option(*files: Path | str, **settings: Any) -> TextSettings:
     return TextSettings(files=[str(file) for file in files], **settings)
 
 
-def write_jsonl(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
-def test_standard_library_without_tests() -> None:
+def test_standard_library_without_tests_held_out_by_names_alone() -> None:
     corpus = find_corpus(PythonStdlibSettings())
     names = [source.label for source in corpus.files]
     assert names == sorted(names)
     assert {"abc.py", "json/decoder.py"} <= set(names)
+    assert corpus.origin["python"] == platform.python_version()
     assert not [name for name in names if {"test", "tests", "site-packages"} & set(name.split("/"))]
     assert sum(source.path.stat().st_size for source in corpus.all_files) > 5_000_000
-
-
-def test_held_out_files_depend_on_their_name_alone() -> None:
-    corpus = find_corpus(PythonStdlibSettings())
     fewer = Corpus(corpus.files[::2], eval_fraction=corpus.eval_fraction, by_name=True)
 
     def held_out(of: Corpus) -> set[str]:
@@ -60,20 +54,20 @@ def test_documents_of_every_kind(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("plain")
     (tmp_path / "b.md").write_text("# mark\n")
     (tmp_path / "c.txt").write_text("")
-    write_jsonl(tmp_path / "d.jsonl", [{"text": "one"}, {"text": ""}, {"text": "two\n"}])
+    write_lines(tmp_path / "d.jsonl", [{"text": "one"}, {"text": ""}, {"text": "two\n"}])
     corpus = find_corpus(option(tmp_path / "*.*", eval_fraction=0.0))
     assert texts(corpus) == {"train": ["plain", "# mark\n", "one", "two\n"], "eval": []}
 
 
 def test_split_by_fraction_keeps_equal_texts_together(tmp_path: Path) -> None:
     records = [{"text": f"document {i % 500}"} for i in range(1000)]
-    found = texts(find_corpus(option(write_jsonl(tmp_path / "a.jsonl", records), eval_fraction=0.2)))
+    found = texts(find_corpus(option(write_lines(tmp_path / "a.jsonl", records), eval_fraction=0.2)))
     assert len(found["train"]) + len(found["eval"]) == 1000
     assert 0.1 < len(found["eval"]) / 1000 < 0.3
     assert not set(found["train"]) & set(found["eval"])
 
 
-def test_one_text_is_cut_at_a_line(tmp_path: Path) -> None:
+def test_one_text_is_cut_at_a_line_one_line_anywhere_and_one_letter_nowhere(tmp_path: Path) -> None:
     lines = [f"line {i}\n" for i in range(1000)]
     (tmp_path / "a.txt").write_text("".join(lines))
     found = texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.1)))
@@ -81,47 +75,17 @@ def test_one_text_is_cut_at_a_line(tmp_path: Path) -> None:
     assert head + tail == "".join(lines)
     assert head.endswith("\n")
     assert 0.09 < len(tail) / len(head + tail) < 0.11
-
-
-def test_one_line_is_cut_anywhere_and_one_letter_nowhere(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 100)
     assert texts(find_corpus(option(tmp_path / "a.txt"))) == {"train": ["x" * 95], "eval": ["x" * 5]}
     (tmp_path / "a.txt").write_text("x")
     assert texts(find_corpus(option(tmp_path / "a.txt"))) == {"train": ["x"], "eval": []}
 
 
-def test_own_eval_files(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("train\n" * 100)
-    (tmp_path / "b.txt").write_text("eval")
-    found = texts(find_corpus(option(tmp_path / "a.txt", eval_files=[str(tmp_path / "b.txt")])))
-    assert found == {"train": ["train\n" * 100], "eval": ["eval"]}
-
-
-def test_long_text_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE", 100)
-    text = "".join(f"line {i} é\n" for i in range(100))
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    found = texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.0)))["train"]
-    assert len(found) > 5
-    assert "".join(found) == text
-    assert all(piece.endswith("\n") for piece in found)
-
-
-def test_bad_utf8_is_replaced_and_counted(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"good \xff bad \xfe\n" + "already \ufffd\n".encode())
-    damage = Damage()
-    found = texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.0)), damage)
-    assert found["train"] == ["good \ufffd bad \ufffd\nalready \ufffd\n"]
-    assert sum(damage.replaced.values()) == 2
-    assert "2 undecodable byte sequences in 1 files" in damage.lines()["replaced"]
-    assert "a.txt" in damage.lines()["replaced"]
-
-
 def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x\\ud800y"}\n')
     (tmp_path / "b.json").write_text('[{"text": "x\\ud800y"}, {"text": "z"}]')
-    for name, line in (("a.jsonl", 1), ("b.json", 1)):
-        with pytest.raises(DataError, match=rf"{name}:{line}: .*surrogate.*; .* data\.on_bad_row=skip"):
+    for name in ("a.jsonl", "b.json"):
+        with pytest.raises(DataError, match=rf"{name}:1: .*surrogate.*; .* data\.on_bad_row=skip"):
             texts(find_corpus(option(tmp_path / name, eval_fraction=0.0)))
     found = texts(find_corpus(option(tmp_path / "b.json", eval_fraction=0.0, on_bad_row="skip")))
     assert found["train"] == ["z"]
@@ -135,9 +99,11 @@ def test_other_encodings_are_named(tmp_path: Path, name: str, encoding: str) -> 
         texts(find_corpus(option(tmp_path / name, eval_fraction=0.0)))
 
 
-def test_a_nul_far_inside_a_text_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"x" * 100_000 + b"\0" + b"x" * 100)
-    with pytest.raises(DataError, match=r"a\.txt: is not text \(byte 100000 is NUL\)"):
+@pytest.mark.parametrize("before", [0, 100_000])
+def test_a_nul_is_named(tmp_path: Path, before: int) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * before + b"\0" + b"x" * 100)
+    message = rf"a\.txt: is not text \(byte {before} is NUL\); give a text in UTF-8, or jsonl or parquet"
+    with pytest.raises(DataError, match=message):
         texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.0)))
 
 
@@ -179,16 +145,10 @@ def test_all_bad_rows_of_a_file_are_one_report_or_left_out_and_counted(
     assert corpus.fingerprint(Cache(tmp_path / "cache")) != other.fingerprint(Cache(tmp_path / "cache"))
 
 
-def test_a_wrong_key_does_not_read_the_whole_file_to_say_so(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"body": "x"}] * 5000)
-    with pytest.raises(DataError, match=r"at least 1000 bad rows(.|\n)* and 980 more: no key 'text'"):
-        texts(find_corpus(option(path)))
-
-
 def test_json_files_are_lists_or_lines(tmp_path: Path) -> None:
     records = [{"text": "one"}, {"text": "two"}]
     (tmp_path / "list.json").write_text(json.dumps(records, indent=1))
-    write_jsonl(tmp_path / "lines.json", records)
+    write_lines(tmp_path / "lines.json", records)
     for name in ("list.json", "lines.json"):
         assert texts(find_corpus(option(tmp_path / name, eval_fraction=0.0)))["train"] == ["one", "two"]
     for content, message in (('[{"text": "one"},', "not JSON"), ('{\n"text": "one"}', "not a JSON line")):
@@ -214,34 +174,29 @@ def test_pattern_without_a_match(tmp_path: Path) -> None:
         find_corpus(option(tmp_path / "a.txt", eval_files=[str(tmp_path / "none")]))
     with pytest.raises(DataError, match=r"is a directory; write .*\*\*/\*\.txt"):
         find_corpus(option(tmp_path))
-
-
-def test_file_whose_name_looks_like_a_pattern(tmp_path: Path) -> None:
     (tmp_path / "a[1].txt").write_text("x" * 10)
-    assert len(find_corpus(option(tmp_path / "a[1].txt")).files) == 1
+    assert len(find_corpus(option(tmp_path / "a[1].txt")).files) == 1, "a name that looks like a pattern"
 
 
-def test_binary_file_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\x00\x01\x02" * 100)
-    with pytest.raises(
-        DataError, match=r"a\.txt: is not text \(byte 0 is NUL\); give a text in UTF-8, or jsonl or parquet"
-    ):
-        texts(find_corpus(option(tmp_path / "a.txt")))
-
-
-def test_parquet_names_the_missing_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("pyarrow", "pyarrow.parquet"):
-        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(DataError, match=r"needs the package pyarrow; pip install 'forgather\[parquet\]'"):
-        texts(find_corpus(option(tmp_path / "a.parquet")))
+@pytest.mark.parametrize(
+    ("name", "modules", "install"),
+    [
+        ("a.parquet", ("pyarrow", "pyarrow.parquet"), r"pyarrow; pip install 'forgather\[parquet\]'"),
+        ("a.txt.zst", ("zstandard", "compression", "compression.zstd"), "zstandard; pip install zstandard"),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, modules: tuple[str, ...], install: str
+) -> None:
+    for module in modules:
+        monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
+    (tmp_path / name).write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=rf"{name}: .*needs? the package {install}"):
+        texts(find_corpus(option(tmp_path / name)))
 
 
 def test_parquet(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.table({"text": ["one", None, "two"], "n": [1, 2, 3]}), tmp_path / "a.parquet")
+    write_table(tmp_path / "a.parquet", [{"text": text, "n": 1} for text in ("one", None, "two")])
     with pytest.raises(DataError, match=r"a\.parquet:2: 'text' is null, not text.* data\.on_bad_row=skip"):
         texts(find_corpus(option(tmp_path / "a.parquet")))
     corpus = find_corpus(option(tmp_path / "a.parquet", eval_fraction=0.0, on_bad_row="skip"))
@@ -277,5 +232,5 @@ def test_the_first_document_always_trains(tmp_path: Path) -> None:
     """Two texts that would both be held out still leave something to train on."""
     names = [f"text {i}" for i in range(300)]
     low = [name for name in names if sources.held_out_share(name) < 0.05][:2]
-    found = texts(find_corpus(option(write_jsonl(tmp_path / "a.jsonl", [{"text": name} for name in low]))))
+    found = texts(find_corpus(option(write_lines(tmp_path / "a.jsonl", [{"text": name} for name in low]))))
     assert found == {"train": low[:1], "eval": low[1:]}

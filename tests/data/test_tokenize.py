@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from program import modules_after
 
 from forgather_cli.data.text.tokenizer import END, FileTokenizer, Tokenizer, _pieces, load_tokenizer, train_bpe
 from forgather_cli.errors import DataError
@@ -19,12 +18,13 @@ TEXTS = [
     f"one{END}two{END}",
     "".join(map(chr, range(1, 300))),
 ]
+CORPUS = ["the quick brown fox jumps over the lazy dog\n" * 50, "def f(x):\n    return x\n" * 50]
 
 
 @pytest.fixture(scope="module")
 def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("bpe")
-    train_bpe(["the quick brown fox jumps over the lazy dog\n" * 50, "def f(x):\n    return x\n" * 50], 320, directory)
+    train_bpe(CORPUS, 320, directory)
     return directory
 
 
@@ -40,28 +40,14 @@ def test_bytes_are_bytes() -> None:
     assert tokenizer.eos_token_id == tokenizer.bos_token_id == tokenizer.pad_token_id == 256
 
 
-def test_round_trip(bpe: Path) -> None:
-    for tokenizer in tokenizers_of(bpe):
-        for text in TEXTS:
-            assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-def test_arrays_and_batches_agree_with_encode(bpe: Path) -> None:
-    for tokenizer in tokenizers_of(bpe):
-        expected = [tokenizer.encode(text) for text in TEXTS]
-        assert [array.tolist() for array in tokenizer.encode_arrays(TEXTS)] == expected
-
-
 def test_decode_survives_what_a_model_may_generate(bpe: Path) -> None:
     for tokenizer in tokenizers_of(bpe):
         assert "\ufffd" in tokenizer.decode(
             tokenizer.encode("é")[:1] if tokenizer.vocab_size == 257 else [_odd(tokenizer)]
         )
         assert tokenizer.decode(np.array([tokenizer.vocab_size + 5])) == ""
-        end = tokenizer.eos_token_id
-        assert end is not None
-        assert tokenizer.decode([end]) == END
-        assert tokenizer.decode([end], skip_special_tokens=True) == ""
+        end = [tokenizer.eos_token_id]
+        assert (tokenizer.decode(end), tokenizer.decode(end, skip_special_tokens=True)) == (END, "")
 
 
 def _odd(tokenizer: Tokenizer) -> int:
@@ -69,7 +55,7 @@ def _odd(tokenizer: Tokenizer) -> int:
     return next(i for i in range(tokenizer.vocab_size) if tokenizer.decode([i]) == "\ufffd")
 
 
-def test_transformers_gives_equal_ids_and_text(bpe: Path, tmp_path: Path) -> None:
+def test_ids_and_text_are_those_of_transformers_one_by_one_and_together(bpe: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     for number, tokenizer in enumerate(tokenizers_of(bpe)):
@@ -79,27 +65,23 @@ def test_transformers_gives_equal_ids_and_text(bpe: Path, tmp_path: Path) -> Non
         for text in TEXTS:
             ids = tokenizer.encode(text)
             assert theirs(text)["input_ids"] == ids
-            assert theirs.decode(ids) == text
+            assert theirs.decode(ids) == tokenizer.decode(ids) == text
+        assert [array.tolist() for array in tokenizer.encode_arrays(TEXTS)] == list(map(tokenizer.encode, TEXTS))
         assert theirs.eos_token_id == theirs.pad_token_id == tokenizer.eos_token_id
         assert len(theirs) == tokenizer.vocab_size
 
 
-def test_a_saved_tokenizer_is_the_same_again(bpe: Path, tmp_path: Path) -> None:
-    first = FileTokenizer(bpe)
-    first.save(tmp_path / "copy")
-    assert FileTokenizer(tmp_path / "copy").fingerprint == first.fingerprint
+def test_a_saved_tokenizer_is_the_same_again_with_all_files(bpe: Path, tmp_path: Path) -> None:
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    FileTokenizer(bpe).save(source)
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    FileTokenizer(source).save(copy)
+    assert FileTokenizer(copy).fingerprint == FileTokenizer(bpe).fingerprint
+    assert (copy / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (copy / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
     load_tokenizer("bytes").save(tmp_path / "bytes")
     again = load_tokenizer(str(tmp_path / "bytes"))
     assert (again.vocab_size, again.eos_token_id, again.encode(TEXTS[1])) == (257, 256, list(TEXTS[1].encode()))
-
-
-def test_files_of_a_directory_travel_with_it(bpe: Path, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    FileTokenizer(bpe).save(source)
-    (source / "chat_template.jinja").write_text("{{ messages }}")
-    FileTokenizer(source).save(tmp_path / "copy")
-    assert (tmp_path / "copy" / "chat_template.jinja").read_text() == "{{ messages }}"
-    assert (tmp_path / "copy" / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
 
 
 def test_special_tokens_come_from_whichever_file_names_them(bpe: Path, tmp_path: Path) -> None:
@@ -114,7 +96,7 @@ def test_special_tokens_come_from_whichever_file_names_them(bpe: Path, tmp_path:
 
 
 def test_bpe_training_is_deterministic(bpe: Path, tmp_path: Path) -> None:
-    train_bpe(["the quick brown fox jumps over the lazy dog\n" * 50, "def f(x):\n    return x\n" * 50], 320, tmp_path)
+    train_bpe(CORPUS, 320, tmp_path)
     assert FileTokenizer(tmp_path).fingerprint == FileTokenizer(bpe).fingerprint
     assert len(FileTokenizer(bpe).encode("the quick brown fox")) < 8
 
@@ -135,12 +117,3 @@ def test_a_directory_that_is_none(tmp_path: Path, content: str | None) -> None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(DataError, match=r"data\.tokenizer.*tokenizer\.json"):
         load_tokenizer(str(tmp_path))
-
-
-def test_bytes_need_no_tokenizers_library() -> None:
-    code = """
-from forgather_cli.data.text.tokenizer import load_tokenizer
-tokenizer = load_tokenizer("bytes")
-assert tokenizer.decode(tokenizer.encode("text")) == "text"
-"""
-    assert not {"tokenizers", "torch"} & modules_after(code)

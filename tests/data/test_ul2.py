@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import multiprocessing
 import os
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -14,23 +13,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
+from chats import write_lines
 from paired import lists, mixture, tokens
 from ranks import run_ranks
+from streams import in_order, steps_of
 
 from forgather_cli.config.decode import dump_tree, load_tree
 from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.schema import DenoiserSettings, Seq2SeqSettings, Ul2Settings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.cache import Cache
-from forgather_cli.data.loaders.data_ranks import DataRanks
-from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.data.paired.denoise import row_lengths
 from forgather_cli.data.paired.rows import Shape, batch_of_rows, best_fit_in_two
 from forgather_cli.data.paired.sentinels import with_sentinels
 from forgather_cli.data.paired.ul2 import CorpusWindows, DenoisedRows
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError
+
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 
 def t5(window: list[int], span: float, corruption: float, draws: np.random.Generator) -> tuple[list[int], list[int]]:
@@ -60,7 +60,7 @@ def t5(window: list[int], span: float, corruption: float, draws: np.random.Gener
     return source, [*target, 99]
 
 
-@pytest.mark.parametrize(("span", "corruption"), [(3.0, 0.15), (12.0, 0.5), (32.0, 0.15), (2.0, 0.5)])
+@pytest.mark.parametrize(("span", "corruption"), [(3.0, 0.15), (12.0, 0.5), (32.0, 0.15), (2.0, 0.5), (2.0, 0.9)])
 def test_spans_are_those_of_t5(span: float, corruption: float) -> None:
     denoiser = DenoiserSettings(name="only", prefix="[R]", mean_span=span, corruption=corruption)
     for length in (2, 3, 7, 40):
@@ -83,6 +83,9 @@ def test_a_prefix_is_cut_between_a_fifth_and_four_fifths() -> None:
         assert target[-1] == 99
         assert source[1:-1] + target[1:-1] == list(range(50))
         shares.add(len(source) - 2)
+        (shortest,) = only.examples(np.arange(2), np.random.default_rng([number]))
+        assert lists(shortest) == ([90, 0, 100], [100, 1, 99])
+    assert only.examples(np.arange(1), np.random.default_rng(0)) == []
     assert min(shares) in range(10, 14)
     assert max(shares) in range(37, 41)
 
@@ -140,7 +143,6 @@ def test_denoisers_of_a_run_saved_before_mask_what_they_did(tmp_path: Path) -> N
     del tree["model"]["replace_tokenizer"]
     (tmp_path / "config.yaml").write_text(dump_tree(tree))
     option = load_resumed(tmp_path / "config.yaml", []).config.data
-    assert isinstance(option, Ul2Settings)
     assert [each.share for each in option.denoisers] == [0.5, 0.25]
 
 
@@ -156,6 +158,23 @@ def test_every_token_of_a_window_is_in_one_example_that_fits() -> None:
         assert max(sizes) - min(sizes) <= 1, "pieces are equal"
         seen.add(examples[0].task)
     assert seen == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize(
+    ("span", "length", "sentinels", "source", "target", "pieces"),
+    [
+        (3.0, 40, 2, 37, 9, 1), (3.0, 40, 2, 36, 9, 2), (3.0, 40, 2, 37, 8, 2), (3.0, 60, 3, 96, 64, 1),
+        (3.0, 60, 2, 96, 64, 2), (3.0, 100, 2, 37, 9, 3), (None, 40, 1, 34, 34, 1), (None, 40, 1, 33, 34, 2),
+        (None, 40, 1, 34, 33, 2),
+    ],
+)  # fmt: skip
+def test_a_window_is_cut_into_the_fewest_pieces_that_fit(
+    span: float | None, length: int, sentinels: int, source: int, target: int, pieces: int
+) -> None:
+    denoiser = DenoiserSettings(name="only", prefix="[S]", mean_span=span)
+    limits = {"max_encoder_length": source, "max_decoder_length": target}
+    made = mixture(sentinels, denoisers=[denoiser], **limits).examples(np.arange(length), np.random.default_rng(0))
+    assert len(made) == pieces
 
 
 def rows(is_eval: bool = False, packing: Any = "best_fit") -> DenoisedRows:
@@ -209,31 +228,12 @@ def test_shards_hold_every_window_once() -> None:
     assert texts(rows()) == sorted(texts(rows().shard(2, 0)) + texts(rows().shard(2, 1)))
 
 
-# ------------------------------------------------------------------------------------------------------------- streams
-
-
 def streamed(folder: str, **loader: Any) -> tuple[list[tuple[Any, Any]], int]:
     """On a rank: (rows, position) of each step of a streamed epoch, and how many rows come after the third position."""
     os.chdir(folder)
-    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    if dist.is_initialized():  # the pool's processes are daemons, which may have no children, and would spawn them
-        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-        multiprocessing.set_start_method("fork", force=True)
-    group = dist.new_group(backend="gloo") if size > 1 else None
 
     def steps(state: Any = None) -> list[tuple[Any, Any]]:
-        data = load_data(STREAM, seed=3, num_sentinels=16)
-        options = {"global_batch_size": 4, "micro_batch_size": 2, "seed": 3, **loader}
-        ranks = None if group is None else DataRanks(group, rank, rank)
-        made = TrainLoader(data.train, rank=rank, size=size, data_ranks=ranks, **options)
-        if state is not None:
-            made.load_state_dict(state)
-        found = [
-            ([{key: value.tolist() for key, value in batch.items()} for batch in step.microbatches], made.state_dict())
-            for step in made
-        ]
-        made.close()
-        return found
+        return steps_of(load_data(STREAM, seed=3, num_sentinels=16), state, **{"seed": 3, **loader})
 
     whole = steps()
     rest = steps(whole[2][1])
@@ -253,16 +253,12 @@ def test_a_stream_goes_on_with_the_very_next_row(tmp_path: Path) -> None:
     texts = iter(range(120))
     for name in "abcd":
         rows = [{"text": f"Text {number} of {number * 7} words " * (1 + number % 5)} for number in islice(texts, 30)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-    def order(ranks: list[Any]) -> list[Any]:
-        return [row for steps in zip(*ranks, strict=True) for step in steps for row in step[0]]
-
+        write_lines(tmp_path / f"{name}.jsonl", rows)
     folder = str(tmp_path)
     alone, count = streamed(folder)
     assert count > 3
     (dispatched, _), (other, _) = run_ranks(2, streamed, folder)
-    assert order([dispatched, other]) == order([alone]), "rank 0 reads what one rank would"
+    assert in_order([dispatched, other]) == in_order([alone]), "rank 0 reads what one rank would"
     _, count = streamed(folder, num_workers=2)
     assert count > 3
     for rank, (_, count) in enumerate(run_ranks(2, partial(streamed, dispatch=False), folder)):
@@ -279,6 +275,11 @@ def test_rows_are_full_on_both_sides() -> None:
     packed = best_fit_in_two(*sizes.T, encoder, decoder)
     assert sorted(number for row in packed for number in row) == list(range(len(examples)))
     assert all((sizes[row].sum(0) <= (encoder, decoder)).all() for row in packed)
+    assert (encoder, decoder) == (8192, 5952)
+    short = Ul2Settings(max_seq_length=96, max_encoder_length=96, max_decoder_length=64)
+    assert row_lengths(replace(short, pack_encoder=10**9), 16) == (10**9, 722_089_216)
+    assert row_lengths(replace(short, pack_encoder=5, pack_decoder=7), 16) == (5, 7)
+    assert row_lengths(replace(short, packing="pad"), 16) == (96, 64)
     padding = 1 - sizes.sum(0) / (len(packed) * np.array([encoder, decoder]))
     assert padding.mean() < 0.075, padding
 
@@ -294,8 +295,8 @@ def test_sentinels_follow_on_the_tokens_and_are_not_added_twice(tmp_path: Path) 
 
 
 def test_too_few_sentinels_and_too_short_sides_are_said() -> None:
-    with pytest.raises(DataError, match=r"max_encoder_length: 20, .*R_3_15"):
-        mixture(max_encoder_length=20)
+    with pytest.raises(DataError, match=r"max_encoder_length: 20, .* 32 tokens by denoiser R_3_15"):
+        mixture(2, max_encoder_length=20)
     option = Ul2Settings(max_seq_length=512, max_encoder_length=512, max_decoder_length=256)
     with pytest.raises(DataError, match=r"num_sentinel_tokens: 1 are too few for denoiser R_3_15.* set it to 2"):
         row_lengths(option, 1)
@@ -325,7 +326,6 @@ def test_pairs_become_rows_that_hold_them_all() -> None:
             **words, max_encoder_length=24, max_decoder_length=40, packing=packing, eval_fraction=0.1
         )
         data = load_data(option, seed=0, num_sentinels=2)
-        assert data.tokenizer is not None
         batches = [split.__getitems__(range(len(split))) for split in (data.train, data.eval)]
         text = "".join(data.tokenizer.decode(b["labels"][b["labels"] >= 0].tolist()) for b in batches)
         assert sorted(text.split("<|endoftext|>")[:-1]) == sorted("yes " * (n % 5) + "ok" for n in range(40))

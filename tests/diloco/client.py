@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import http.client
 import json
@@ -11,7 +12,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,10 @@ class Client:
     def status(self) -> Any:
         return self.ask("GET", "/status").json
 
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(values.shape) for name, values in self.weights(0).items()}
+
     def weights(self, round: int, what: str = "weights") -> dict[str, Tensor]:
         """Fetched in two ranges, as ranks would."""
         header = self.ask("GET", f"/{what}/{round}/header").content
@@ -97,7 +102,8 @@ class FakeWorker:
     offer: Any = None
     sent: dict[int, dict[str, Tensor]] = field(default_factory=dict)
 
-    def registration(self, shapes: dict[str, Sequence[int]], **more: Any) -> dict[str, Any]:
+    def registration(self, **more: Any) -> dict[str, Any]:
+        shapes = self.client.shapes
         told = {
             "worker": self.name, "secret": f"secret of {self.name}", "host": "here", "pid": os.getpid(), "run": "run",
             "model": model_hash(shapes.items()), "num_tensors": len(shapes), "data": "d", "tokenizer": "t",
@@ -106,8 +112,8 @@ class FakeWorker:
         }  # fmt: skip
         return {**told, **more}
 
-    def register(self, shapes: dict[str, Sequence[int]]) -> Any:
-        answer = self.client.post("/register", **self.registration(shapes))
+    def register(self, **more: Any) -> Any:
+        answer = self.client.post("/register", **self.registration(**more))
         self.generation = answer["generation"]
         return answer
 
@@ -115,9 +121,10 @@ class FakeWorker:
         self.offer = self.client.post("/next", generation=self.generation, after=after, wait=wait)
         return self.offer
 
-    def change(self, round: int, shapes: dict[str, Sequence[int]]) -> dict[str, Tensor]:
+    def change(self, round: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(1000 * sum(map(ord, self.name)) + round)
-        return {name: torch.randn(tuple(shape), generator=generator) / 10 for name, shape in sorted(shapes.items())}
+        shapes = sorted(self.client.shapes.items())
+        return {name: torch.randn(shape, generator=generator) / 10 for name, shape in shapes}
 
     def parts(self, change: dict[str, Tensor]) -> list[bytes]:
         """Rows of every tensor over ``num_parts`` parts, as ranks send what they own."""
@@ -163,6 +170,18 @@ class Served:
         self.process.send_signal(signum)
         return self.process.wait(60)
 
+    def is_at(self, number: int) -> bool:
+        """Whether that round has opened."""
+        return (self.client.status()["round"] or 0) >= number
+
+    def ledger(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.run.rounds.read_text().splitlines()]
+
+    def used_samples(self) -> list[int]:
+        """Of all counted submissions, sorted."""
+        sent = [sent for line in self.ledger() if line["closed"] for sent in line["closed"]["submissions"]]
+        return sorted(sample for each in sent for first, last in each["ranges"] for sample in range(first, last))
+
     def said(self) -> str:
         return self.output.read_text()
 
@@ -198,3 +217,14 @@ def _connected(process: Program | subprocess.Popen[str], run: RunDir, output: Pa
         assert process.poll() is None, output.read_text()
         time.sleep(0.02)
     raise AssertionError(output.read_text())
+
+
+def certificate(root: Path, name: str) -> tuple[str, str]:
+    """Files of a certificate for 127.0.0.1, and of its key."""
+    made = (str(root / f"{name}.pem"), str(root / f"{name}.key"))
+    words = [
+        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj",
+        "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1", "-out", made[0], "-keyout", made[1],
+    ]  # fmt: skip
+    subprocess.run(["openssl", *words], check=True, capture_output=True)
+    return made

@@ -85,7 +85,6 @@ def final_weights(
 def _step(trainer: Trainer, weights: Weights, ahead: list[int]) -> int:
     """Train ``weights`` for a step on the first samples ``ahead``, which it takes; returns the targets."""
     run = trainer.run
-    assert run.train_loader is not None
     length, batch = len(run.train_loader.dataset), run.batch_plan.global_batch
     samples = ahead[:batch]
     del ahead[:batch]
@@ -95,7 +94,6 @@ def _step(trainer: Trainer, weights: Weights, ahead: list[int]) -> int:
     ranges = [[sample, sample + 1] for sample in samples]
     run.epochs.load_state_dict({"epoch": samples[0] // length, "sample": samples[0] % length, "ranges": ranges})
     data = run.epochs.next_step()
-    assert data is not None
     trainer.step(data)
     weights |= {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     return data.counts.targets

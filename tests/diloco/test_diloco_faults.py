@@ -13,48 +13,21 @@ import resource
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from diloco.client import FakeWorker, Served, serving
+from diloco.client import FakeWorker, certificate, serving
 from diloco.proxy import Proxy
 from diloco.reference import final_weights
-from diloco.workers import (
-    ALL,
-    BATCH,
-    ROUNDS,
-    STEPS,
-    composed,
-    is_at,
-    largest_difference,
-    ledger_of,
-    served,
-    until,
-    used_samples,
-    worker,
-)
-from program import forgather
+from diloco.workers import ALL, BATCH, ROUNDS, STEPS, composed, finish, is_audited, largest_difference, served, worker
+from program import forgather, until
 
 from forgather_cli.diloco.client import Away, Client, Fenced
-from forgather_cli.diloco.ledger import Line
-from forgather_cli.diloco.samples import merge, total
 from forgather_cli.errors import ForgatherError
 from forgather_cli.run_dir import RunDir
-
-
-def is_audited(server: Served) -> bool:
-    """Every sample that was given out is used once, with a worker, or to be given out again."""
-    used: list[tuple[int, int]] = []
-    for line in map(Line.from_json, server.run.rounds.read_text().splitlines()):
-        used += [each for sent, _ in (line.closed.submissions if line.closed else ()) for each in sent.ranges]
-        everything = [*used, *(each for member in line.members for each in member.ranges), *line.pool]
-        if merge(everything) != ((0, line.cursor),) or total(everything) != line.cursor:
-            return False
-    return True
 
 
 def test_kills_in_uploads_and_saves_and_cut_connections_change_no_bit(tmp_path: Path) -> None:
@@ -95,23 +68,23 @@ def test_kills_in_uploads_and_saves_and_cut_connections_change_no_bit(tmp_path: 
             a.finish()
             assert a.process.poll() == -signal.SIGKILL
             assert RunDir(tmp_path / "a").checkpoint_steps()[-1] == STEPS
-            first = [sent for sent in ledger_of(again)[1]["closed"]["submissions"] if sent["worker"] == "a"]
+            first = [sent for sent in again.ledger()[1]["closed"]["submissions"] if sent["worker"] == "a"]
             assert forgather("diloco", "save", str(again.run.root)) == 0
             (parts / f"{first[0]['parts'][0]}.safetensors").unlink(missing_ok=True)  # as some later save would
             a = worker(again, "a", ALL, address=proxy.address)
             for process in (a, b):
-                assert process.finish() == 0, process.output
+                finish(process)
             assert proxy.cuts > 3
-            until(lambda: is_at(again, ROUNDS))
-            found, lines = again.client.latest(), ledger_of(again)
+            until(lambda: again.is_at(ROUNDS))
+            found, used = again.client.latest(), again.used_samples()
             late = worker(again, "late", ALL)
-            assert late.finish() == 0, late.output
+            finish(late)
             (told,) = [each for each in again.client.status()["workers"] if each["worker"] == "late"]
             assert told["state"] == "left", "it had no step to train, and nobody waits for it"
-            assert is_audited(again)
+            assert is_audited(again.run)
     expected = final_weights([composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, steps=STEPS)
     assert largest_difference(found, expected) == 0.0
-    assert used_samples(lines) == list(range(2 * ROUNDS * STEPS * BATCH))
+    assert used == list(range(2 * ROUNDS * STEPS * BATCH))
 
 
 def test_workers_that_freeze_die_or_stop_cost_the_others_nothing(tmp_path: Path) -> None:
@@ -136,42 +109,27 @@ def test_workers_that_freeze_die_or_stop_cost_the_others_nothing(tmp_path: Path)
         assert twin.finish() == 2, twin.output
         assert f"process {a.process.pid} on {socket.gethostname()}" in twin.output
         c.finish()
-        assert a.finish() == 0, a.output
+        finish(a)
         b.process.send_signal(signal.SIGCONT)
         thawed.set()
-        assert b.finish() == 0, b.output
-        until(lambda: is_at(server, 6))
-        lines = ledger_of(server)
-        assert is_audited(server)
+        finish(b)
+        until(lambda: server.is_at(6))
+        lines = server.ledger()
+        assert is_audited(server.run)
     counted = [[sent["worker"] for sent in line["closed"]["submissions"]] for line in lines[1:]]
     assert counted == [["a", "b", "c"], ["a"], ["a"], ["a"], [], ["b"]]
     assert lines[2]["closed"]["evicted"] == ["b", "c"]
     assert lines[2]["members"][0]["ranges"][0][0] < lines[1]["cursor"], "their samples pass on to a"
 
 
-@pytest.fixture(scope="module")
-def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A certificate for 127.0.0.1 with its key, and another one."""
-    root = tmp_path_factory.mktemp("certificates")
-    for name in ("server", "other"):
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days",
-             "2", "-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", root / f"{name}.key",
-             "-out", root / f"{name}.pem"],
-            check=True, capture_output=True,
-        )  # fmt: skip
-    return root
-
-
-def test_tls_void_changes_a_full_disk_and_a_stop_in_a_round(
-    tmp_path: Path, certificates: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tls = (f"diloco.tls_certificate={certificates}/server.pem", f"diloco.tls_key={certificates}/server.key")
+def test_tls_void_changes_a_full_disk_and_a_stop_in_a_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (ours, key), (another, _) = (certificate(tmp_path, name) for name in ("ours", "another"))
+    tls = (f"diloco.tls_certificate={ours}", f"diloco.tls_key={key}")
     with served(tmp_path, *tls, workers=1) as server:
         address = f"https://127.0.0.1:{server.client.port}"
-        trusts = f"callbacks.diloco.ca_file={certificates}/server.pem"
-        for wrong, named in (("other.pem", "no certificate to trust"), ("missing.pem", "ca_file")):
-            process = worker(server, "x", ALL, f"callbacks.diloco.ca_file={certificates}/{wrong}", address=address)
+        trusts = f"callbacks.diloco.ca_file={ours}"
+        for wrong, named in ((another, "no certificate to trust"), ("missing.pem", "ca_file")):
+            process = worker(server, "x", ALL, f"callbacks.diloco.ca_file={wrong}", address=address)
             assert (process.finish(), named in process.output) == (2, True), process.output
             assert "Traceback" not in process.output
 
@@ -179,7 +137,7 @@ def test_tls_void_changes_a_full_disk_and_a_stop_in_a_round(
         process = worker(server, "void", "max_steps=100", void, trusts, address=address)
         assert process.finish() == 1, process.output
         assert "rejected 3 rounds of this worker in a row" in process.output
-        closed = [line["closed"] for line in ledger_of(server)[1:]]
+        closed = [line["closed"] for line in server.ledger()[1:]]
         assert [[name for name, _ in each["rejected"]] for each in closed] == [["void"]] * len(closed)
 
         before = resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (30_000, resource.RLIM_INFINITY))
@@ -193,10 +151,10 @@ def test_tls_void_changes_a_full_disk_and_a_stop_in_a_round(
         assert [each["state"] for each in json.loads(capsys.readouterr().out)["workers"]] == ["training", "evicted"]
         assert forgather("diloco", "stop", "--now", str(server.run.root)) == 0
         (tmp_path / "a" / "go").touch()
-        assert a.finish() == 0, a.output
+        finish(a)
         ended = json.loads(RunDir(tmp_path / "a").exit.read_text())
         assert ended["reason"] == "stopped by the DiLoCo server: stopped by a command"
-        assert is_audited(server)
+        assert is_audited(server.run)
 
 
 def test_a_change_that_is_too_large_leaves_no_trace_though_its_worker_is_killed_before_it_is_told(
@@ -207,11 +165,9 @@ def test_a_change_that_is_too_large_leaves_no_trace_though_its_worker_is_killed_
     for how in (",value:1000.0", ""):
         (root := tmp_path / ("large" if how else "void")).mkdir()
         with served(root, "diloco.compression=int8", workers=3) as server:
-            others, initial = [FakeWorker(server.client, name, "int8") for name in "ab"], server.client.weights(0)
-            shapes = {name: tuple(values.shape) for name, values in initial.items()}
+            others = [FakeWorker(server.client, name, "int8") for name in "ab"]
             for other in others:
-                told = other.registration(shapes, data=None, tokenizer=None)
-                other.generation = server.client.post("/register", **told)["generation"]
+                other.register(data=None, tokenizer=None)
             wrong = f"+callbacks.glitch={{_target_:diloco.glitches.Wrong,every:{2 * STEPS}{how}}}"
             c = worker(server, "c", ALL, wrong)
             for number in range(ROUNDS):
@@ -224,10 +180,10 @@ def test_a_change_that_is_too_large_leaves_no_trace_though_its_worker_is_killed_
                     c = worker(server, "c", ALL, wrong)
                     c.read_until("waiting for the other workers")  # it has asked again
                 for other in others:
-                    other.submit({name: values / 10 for name, values in other.change(number, shapes).items()}, 10)
-            assert c.finish() == 0, c.output
-            until(lambda: is_at(server, ROUNDS))
-            closed = [line["closed"] for line in ledger_of(server)[1:]]
+                    other.submit({name: values / 10 for name, values in other.change(number).items()}, 10)
+            finish(c)
+            until(lambda: server.is_at(ROUNDS))
+            closed = [line["closed"] for line in server.ledger()[1:]]
             assert [[name for name, _ in each["rejected"]] for each in closed] == [[], ["c"], []]
             assert ("max_change" in c.output, "finite" in c.output) == (bool(how), not how)
             assert "round 1 of this worker does not count" in c.output
@@ -261,12 +217,9 @@ def test_a_server_that_was_restored_from_an_older_copy(tmp_path: Path) -> None:
         b.process.send_signal(signal.SIGCONT)
         a = worker(again, "a", "max_steps=18")
         for process in (a, b):
-            assert process.finish() == 0, process.output
+            finish(process)
             assert "has lost round 2" in process.output
-        assert is_audited(again)
-
-
-# --------------------------------------------------------------------------------------------- one request, cut or late
+        assert is_audited(again.run)
 
 
 @contextlib.contextmanager

@@ -8,13 +8,13 @@ import logging
 import resource
 import socket
 import ssl
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from diloco.client import certificate
 
 from forgather_cli.diloco import http_server
 from forgather_cli.diloco.http_server import OncePerMinute, serving
@@ -41,12 +41,12 @@ def knows(headers: http_server.Headers) -> bool:
     return (b"authorization", b"yes") in headers
 
 
-def run(test: Callable[[int], Coroutine[Any, Any, None]], **more: Any) -> None:
+def run(test: Callable[[int], Coroutine[Any, Any, None]], served: Any = app, **more: Any) -> None:
     """``test(port)`` beside the server."""
 
     async def all_of_it() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
-            async with serving(app, listener, knows, **{"head": HEAD, "silence": 2 * HEAD, **more}):
+            async with serving(served, listener, knows, **{"head": HEAD, "silence": 2 * HEAD, **more}):
                 async with asyncio.timeout(60):
                     await test(listener.getsockname()[1])
 
@@ -134,22 +134,14 @@ def test_an_answer_that_nobody_takes_is_given_up() -> None:
 
 
 def test_a_known_one_that_waits_for_its_answer_is_left_alone() -> None:
-    async def test(port: int) -> None:
-        async with connected(port) as (reader, writer):
-            writer.write(b"GET /wait HTTP/1.1\r\nHost: x\r\n" + KNOWN + b"\r\n")
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 204")
-
     async def slow(scope: Any, receive: Any, send: Any) -> None:
         await asyncio.sleep(6 * HEAD)
-        await send({"type": "http.response.start", "status": 204, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+        await app(scope, receive, send)
 
-    async def all_of_it() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            async with serving(slow, listener, knows, head=HEAD, silence=HEAD):
-                await test(listener.getsockname()[1])
+    async def test(port: int) -> None:
+        assert await asked(port) == b"well"
 
-    asyncio.run(all_of_it())
+    run(test, slow)
 
 
 @pytest.fixture
@@ -161,25 +153,15 @@ def few_files() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-@pytest.fixture(scope="module")
-def pem(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("pem")
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=here", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", root / "key", "-out", root / "pem"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return root
-
-
 @pytest.mark.usefixtures("few_files")
 @pytest.mark.parametrize("tls", [False, True])
 def test_idle_strangers_give_way_and_a_friend_is_answered(
-    pem: Path, tls: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """More strangers who say nothing than the server may have connections; over TLS they do not even greet."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2  # which a process with many files open has more of
-    context = ssl.create_default_context(cafile=pem / "pem") if tls else None
+    files = {"tls": certificate(tmp_path, "ours")} if tls else {}
+    context = ssl.create_default_context(cafile=files["tls"][0]) if tls else None
     caplog.set_level("WARNING", "forgather_cli.diloco.http_server")  # whatever a run of this process has asked for
 
     async def test(port: int) -> None:
@@ -190,7 +172,6 @@ def test_idle_strangers_give_way_and_a_friend_is_answered(
                     assert (await reader.readuntil(b"well")).startswith(b"HTTP/1.1 200"), "on the connection of before"
                     assert await asked(port, ssl=context) == b"well", "on a new one"
 
-    files = {"tls": (str(pem / "pem"), str(pem / "key"))} if tls else {}
     run(test, head=5.0, **files)
     assert 1 <= len(caplog.records) < 10, "one line for each kind"
 
@@ -208,7 +189,6 @@ sys.stdin.read()
 """
     words, pipe = (sys.executable, "-c", code, str(port), str(count)), asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*words, stdin=pipe, stdout=pipe)
-    assert process.stdout is not None
     assert await process.stdout.readline() == b"\n"
     yield
     await process.communicate(b"")  # it ends with what it reads

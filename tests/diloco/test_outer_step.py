@@ -40,7 +40,7 @@ def test_delayed_nesterov_updates_its_momentum_every_few_arrivals() -> None:
     momentum, total = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     for arrival, change in enumerate(changes):
         sent = Submission(0, "a", arrival, ("p",), 1, ())
-        norm = step.step(master, Closed(((sent, 1.0),), (0,)), Sent({"w": change}), arrival)  # type: ignore[arg-type]
+        norm = step.step(master, Closed(((sent, 1.0),), (0,)), Sent({"w": change}), arrival)
         total += change.double()
         if (arrival + 1) % 2 == 0:
             momentum = 0.9 * momentum + total / 2

@@ -7,7 +7,6 @@ import json
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +16,14 @@ import pytest
 import safetensors.torch
 import torch
 from diloco.client import TINY, Client, FakeWorker, Served, serving
-from program import Process, forgather
+from diloco.workers import is_audited
+from program import Process, forgather, until
 from torch import Tensor
 from typer.testing import CliRunner
 
 from forgather_cli.cli.app import app
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco.ledger import read_ledger
-from forgather_cli.diloco.samples import merge, total
 from forgather_cli.diloco.serve import listening
 from forgather_cli.errors import SetupError
 from forgather_cli.inference.source import load_source
@@ -74,36 +73,37 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     with serving(root, *SETTINGS, "diloco.save_every=100") as served:
         told = Story(root, {name: FakeWorker(served.client, name) for name in "ab"})
         a, b, answers, initial = told.workers["a"], told.workers["b"], told.answers, served.client.weights(0)
-        shapes = {name: tuple(values.shape) for name, values in initial.items()}
         told.fetched[0] = initial
-        answers["b registers"] = b.register(shapes)
+        answers["b registers"] = b.register()
         answers["alone"] = b.next(-1, wait=0.0)
-        a.register(shapes)
+        a.register()
         for worker in (b, a):  # the last slot first
             worker.next(-1)
-            answers[f"{worker.name} sends 0"] = worker.submit(worker.change(0, shapes), ord(worker.name))
+            answers[f"{worker.name} sends 0"] = worker.submit(worker.change(0), ord(worker.name))
         told.fetched[1] = served.client.weights(a.next(0)["round"])
-        answers["a sends 0 again"] = a.submit(a.sent[0], **_as_of(served.client, a, 0))
-        answers["a sends 1"] = a.submit(a.change(1, shapes))
+        line = read_ledger(served.run.rounds)[0]
+        stood = {"round": 0, "hash": line.hash, "ranges": line.member("a").ranges}
+        answers["a sends 0 again"] = a.submit(a.sent[0], **stood)
+        answers["a sends 1"] = a.submit(a.change(1))
         served.end(signal.SIGKILL)
     with serving(root, "diloco.quorum=1", "diloco.grace=3", resume=True) as served:
         a.client = b.client = served.client
-        a.register(shapes), b.register(shapes)
+        a.register(), b.register()
         answers["weights 1 after the restart"] = equal(served.client.weights(1), told.fetched[1])
         answers["changes 1 after the restart"] = served.client.weights(1, "changes")
         answers["a sends 1 again"] = a.submit(a.sent[1])
         if b.next(0)["round"] == 1:  # unless the grace has passed already, on a machine that is busy
-            b.submit(b.change(1, shapes))
+            b.submit(b.change(1))
         told.fetched[2] = served.client.weights(a.next(1)["round"])
         b.next(1)
-        answers["a sends 2"] = a.submit(a.change(2, shapes), 50)
+        answers["a sends 2"] = a.submit(a.change(2), 50)
         told.fetched[3] = served.client.weights(a.next(2)["round"])
-        answers["b sends 2"] = b.submit(b.change(2, shapes))
+        answers["b sends 2"] = b.submit(b.change(2))
         b.next(2)
-        broken = a.change(3, shapes)
+        broken = a.change(3)
         next(iter(broken.values()))[0] = float("nan")
         answers["a sends 3"] = a.submit(broken)
-        answers["b sends 3"] = b.submit(b.change(3, shapes))
+        answers["b sends 3"] = b.submit(b.change(3))
         told.fetched[4] = served.client.weights(b.next(3)["round"])
         answers["status"] = served.client.status()
         answers["saved"] = CliRunner().invoke(app, ["diloco", "save", str(root)])
@@ -120,7 +120,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         path.unlink()
     with serving(root, resume=True) as served:  # of the checkpoint alone
         a.client = served.client
-        a.register(shapes)
+        a.register()
         answers["weights 4 after the resume"] = served.client.weights(4)
         waiting = [threading.Thread(target=a.next, args=(4,))]
         waiting[0].start()
@@ -131,43 +131,23 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     return told
 
 
-def _as_of(client: Client, worker: FakeWorker, round: int) -> dict[str, Any]:
-    line = read_ledger(RunDir(Path(client.status()["run"])).rounds)[round]
-    member = line.member(worker.name)
-    assert member is not None
-    return {"round": round, "hash": line.hash, "ranges": member.ranges}
-
-
-def test_a_server_killed_as_soon_as_it_has_a_config_is_one_to_resume(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    with Process("diloco", "server", "default", f"output_dir={run.root}", "diloco.port=0", *SETTINGS) as job:
-        while not run.config.exists():
-            assert job.process.poll() is None, job.output
-            time.sleep(0.001)
-        job.process.kill()
-    with serving(run.root, resume=True) as server:
-        assert server.client.status()["state"] == "waiting"
-
-
-@pytest.mark.parametrize("before", ["train", "server"])
+@pytest.mark.parametrize("before", ["nothing", "train", "server"])
 def test_what_was_there_comes_back_where_a_start_of_the_other_kind_in_its_place_is_killed(
     tmp_path: Path, before: str
 ) -> None:
-    """A start with overwrite_output_dir=true that is killed as soon as it has written what its directory is for."""
+    """A start that is killed as soon as it has written what its directory is for; of a server alone, it is one."""
     run = RunDir(tmp_path / "run")
     training = ("train", "default", *TINY, "callbacks=minimal", "device=cpu", f"output_dir={run.root}")
     server = ("diloco", "server", "default", f"output_dir={run.root}", "diloco.port=0", *SETTINGS)
     if before == "train":
         assert forgather(*training, "max_steps=1") == 0
-    else:
+    elif before == "server":
         with serving(run.root, *SETTINGS) as served:
             assert served.client.status()["checkpoint"] == 0
             assert served.end() == 75
-    made = run.config.stat().st_ino
-    with Process(*(server if before == "train" else training), "overwrite_output_dir=true") as job:
-        while not run.config.exists() or run.config.stat().st_ino == made:
-            assert job.process.poll() is None, job.output
-            time.sleep(0.001)
+    made = 0 if before == "nothing" else run.config.stat().st_ino
+    with Process(*(training if before == "server" else server), *["overwrite_output_dir=true"] * (made > 0)) as job:
+        job.until(lambda: run.config.exists() and run.config.stat().st_ino != made, pause=0.001)
         job.process.kill()
     if before == "train":
         assert forgather("resume", str(run.root), "max_steps=2") == 0
@@ -179,13 +159,10 @@ def test_what_was_there_comes_back_where_a_start_of_the_other_kind_in_its_place_
 
 
 def test_the_weights_are_those_of_plain_pytorch_bit_for_bit_also_after_a_kill(story: Story) -> None:
-    a, b = story.workers["a"].sent, story.workers["b"].sent
-    lines = read_ledger(RunDir(story.run).rounds)
-    sent = {"a": a, "b": b}
+    assert is_audited(RunDir(story.run))
     rounds = [
-        [(each.targets, sent[each.worker][line.round - 1]) for each, _ in line.closed.submissions]
-        for line in lines[1:]
-        if line.closed is not None
+        [(each.targets, story.workers[each.worker].sent[line.round - 1]) for each, _ in line.closed.submissions]
+        for line in read_ledger(RunDir(story.run).rounds)[1:]
     ]
     assert [len(each) for each in rounds] == [2, len(rounds[1]), 1, 1]
     history, master = reference(story.fetched[0], rounds)
@@ -212,16 +189,6 @@ def test_what_workers_are_answered(story: Story) -> None:
     assert story.workers["a"].offer["state"] == "waiting", "at the signal"
 
 
-def test_each_sample_is_used_once_and_none_is_lost(story: Story) -> None:
-    used: list[tuple[int, int]] = []
-    for line in read_ledger(RunDir(story.run).rounds):
-        used += [each for sent, _ in (line.closed.submissions if line.closed else ()) for each in sent.ranges]
-        given = [each for member in line.members for each in member.ranges]
-        everything = [*used, *given, *line.pool]
-        assert merge(everything) == ((0, line.cursor),)
-        assert total(everything) == line.cursor
-
-
 def test_commands_show_save_and_stop(story: Story) -> None:
     answers, run = story.answers, RunDir(story.run)
     assert answers["status"]["round"] == 4
@@ -242,7 +209,6 @@ def test_replay_makes_the_same_weights_again_and_sees_others(story: Story) -> No
     ran = CliRunner().invoke(app, ["diloco", "replay", str(story.run)])
     assert (ran.exit_code, ran.output.startswith("equal bit for bit after 4 rounds")) == (0, True), ran.output
     closed = read_ledger(RunDir(story.run).rounds)[1].closed
-    assert closed is not None
     part = story.run / "submissions" / "parts" / f"{closed.submissions[0][0].parts[0]}.safetensors"
     before = part.read_bytes()
     part.write_bytes(before[:-2] + bytes([before[-2] ^ 64]) + before[-1:])
@@ -264,9 +230,6 @@ def test_the_run_is_a_run_like_any_other(story: Story) -> None:
         torch.testing.assert_close(theirs(tokens).logits, source.model(tokens), rtol=0, atol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------------------------- bad input
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(
@@ -279,47 +242,21 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 def worker(served: Served) -> FakeWorker:
     """Registered, with a round."""
     made = FakeWorker(served.client, "w", compression="bf16")
-    made.register(shapes(served.client))
+    made.register()
     made.next(-1)
     return made
 
 
-def shapes(client: Client) -> dict[str, Any]:
-    return {name: tuple(values.shape) for name, values in client.weights(0).items()}
-
-
-def test_the_token_is_its_owners_alone(served: Served) -> None:
+def test_a_stranger_opens_nothing_and_another_version_is_told_both(
+    served: Served,
+) -> None:
     assert served.run.diloco_token.stat().st_mode & 0o777 == 0o600
-    assert len(served.client.token) == 64
-    assert served.client.token not in served.said()
-
-
-@pytest.mark.parametrize("path", ["/status", "/parts/0", "/nothing"])
-def test_a_wrong_token_opens_nothing(served: Served, path: str) -> None:
-    answer = Client(served.client.port, "x" * 64).ask("GET", path)
-    assert (answer.status, "DILOCO_TOKEN" in answer.json["error"]) == (401, True)
-
-
-def test_another_version_is_told_both(served: Served) -> None:
+    assert (len(served.client.token), served.client.token in served.said()) == (64, False)
+    for path in ("/status", "/parts/0", "/nothing"):
+        answer = Client(served.client.port, "x" * 64).ask("GET", path)
+        assert (answer.status, "DILOCO_TOKEN" in answer.json["error"]) == (401, True)
     answer = Client(served.client.port, served.client.token, version="1").ask("GET", "/status")
-    assert answer.status == 426
-    assert "2 here, 1 there" in answer.json["error"]
-
-
-def test_registrations_that_are_refused(worker: FakeWorker) -> None:
-    right = shapes(worker.client)
-    first = next(iter(right))
-    for name, model, more, code in (
-        ("x", {**right, first: (1, 1)}, {}, "refused"),
-        ("x", right, {"tokenizer": "other"}, "refused"),
-        ("x", right, {"data": "other"}, "refused"),
-        ("x", right, {"stated": {"sync_every": 7}}, "refused"),
-        ("x", right, {"round": 0, "parent": "f" * 64}, "refused"),
-        ("w", right, {"secret": "another"}, "held"),
-    ):
-        told = FakeWorker(worker.client, name).registration(model, **more)
-        answer = worker.client.ask("POST", "/register", told)
-        assert (answer.status, answer.json.get("code")) == (409, code), answer.content
+    assert (answer.status, "2 here, 1 there" in answer.json["error"]) == (426, True)
 
 
 @pytest.mark.parametrize(
@@ -330,20 +267,8 @@ def test_registrations_that_are_refused(worker: FakeWorker) -> None:
         ("/register", {"worker": 3}, 400),
         ("/next", {"generation": "1", "after": -1, "wait": 0}, 400),
         ("/next", {"generation": 10**9, "after": -1, "wait": 0}, 409),
-        (
-            "/submit",
-            {
-                "generation": 1,
-                "round": 0,
-                "hash": "",
-                "parts": ["../x"],
-                "targets": 1,
-                "leaves": False,
-                "ranges": [],
-                "speed": None,
-            },
-            400,
-        ),
+        ("/submit", {"generation": 1, "round": 0, "hash": "", "parts": ["../x"], "targets": 1, "leaves": False,
+                     "ranges": [], "speed": None}, 400),
         ("/heartbeat", b"x" * ((1 << 20) + 1), 413),
         ("/weights/0", {"ranges": [[0, 10**12]]}, 400),
         ("/weights/9", {"ranges": [[0, 1]]}, 404),
@@ -358,7 +283,7 @@ def test_registrations_that_are_refused(worker: FakeWorker) -> None:
         ("/heartbeat", {"generation": 1, "step": 10**400}, 400),
         ("/heartbeat", b'{"generation": 1, "step": %s}' % (b"9" * 5_000), 400),
     ],
-)
+)  # fmt: skip
 def test_messages_that_are_none(served: Served, worker: FakeWorker, path: str, body: Any, status: int) -> None:
     answer = served.client.ask("POST", path, body)
     assert answer.status == status, answer.content
@@ -369,7 +294,7 @@ def test_messages_that_are_none(served: Served, worker: FakeWorker, path: str, b
     "more", [{"batch": 10**30}, {"batch": 0}, {"batch": 2**21}, {"pid": -1}, {"round": 10**400}, {"host": "h" * 5_000}]
 )
 def test_registrations_with_impossible_numbers(worker: FakeWorker, more: dict[str, Any]) -> None:
-    told = FakeWorker(worker.client, "x").registration(shapes(worker.client), **more)
+    told = FakeWorker(worker.client, "x").registration(**more)
     answer = worker.client.ask("POST", "/register", told)
     assert (answer.status, next(iter(more)) in answer.json["error"]) == (400, True), answer.content
     assert len(answer.content) < 1000
@@ -386,17 +311,16 @@ def test_parts_that_are_wrong_too_long_or_cut_leave_nothing(served: Served, work
         head += f"Forgather-Wire: {client.version}\r\n"
         connection.sendall(f"{head}Content-Length: 5\r\n\r\noth".encode())
     assert client.ask("GET", f"/parts/{wrong}").status == 404
-    end = time.monotonic() + 30
-    while sorted(folder.iterdir()) != before:  # until the server has seen the cut
-        assert time.monotonic() < end
+    until(lambda: sorted(folder.iterdir()) == before)  # the server has seen the cut
     assert client.ask("PUT", f"/parts/{wrong}", b"other").status == 202
     assert client.ask("GET", f"/parts/{wrong}").status == 200
     assert client.ask("PUT", f"/parts/{wrong}", b"other").status == 200
 
 
 def test_submissions_that_do_not_count(worker: FakeWorker) -> None:
-    """Of another hash, of samples that were not given, without its parts; then one of half the rows is rejected."""
-    change, offer = worker.change(0, shapes(worker.client)), worker.offer
+    """Of another hash, of samples that were not given, without its parts; then one of half the rows is rejected, and
+    heartbeats are shown."""
+    change, offer = worker.change(0), worker.offer
     parts = worker.put(worker.parts(change))
     told = {"generation": worker.generation, "round": 0, "hash": offer["hash"], "parts": parts, "targets": 1,
             "leaves": False, "ranges": offer["ranges"]}  # fmt: skip
@@ -413,11 +337,8 @@ def test_submissions_that_do_not_count(worker: FakeWorker) -> None:
     assert answer["status"] == "rejected"
     assert "rows" in answer["reason"]
     assert worker.next(0)["round"] == 1, "the round goes on without it"
-
-
-def test_heartbeats_are_shown(worker: FakeWorker) -> None:
-    told = {"generation": worker.generation, "step": 7, "tokens_per_second": 12.5, "sent": 1, "received": 2}
-    assert worker.client.post("/heartbeat", **told) == {"state": "ok"}
+    heartbeat = {"step": 7, "tokens_per_second": 12.5, "sent": 1, "received": 2}
+    assert worker.client.post("/heartbeat", generation=worker.generation, **heartbeat) == {"state": "ok"}
     (shown,) = worker.client.status()["workers"]
     assert (shown["step"], shown["tokens_per_second"]) == (7, 12.5)
 

@@ -1,13 +1,17 @@
-"""What workers have sent stays as long as anybody looks at it."""
+"""What workers have sent is measured fragment by fragment, and stays as long as anybody looks at it."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import safetensors.torch
 import torch
 from diloco.test_rounds import MODEL, SIZES
@@ -15,6 +19,7 @@ from diloco.test_rounds import MODEL, SIZES
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco.api import Api, Service
 from forgather_cli.diloco.global_model import GlobalModel
+from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.outer_step import OuterStep
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.diloco.submissions import Submissions
@@ -69,3 +74,20 @@ def test_a_save_deletes_no_part_that_is_being_looked_at(tmp_path: Path) -> None:
     (model.submissions.root / "round-00000000-slot-0000.json").unlink()
     model.clean()
     assert not model.submissions.has(part)
+
+
+def test_each_fragment_of_a_change_has_a_norm_of_its_own(tmp_path: Path) -> None:
+    change = {"layers.0.w": torch.full((3,), 2.0), "layers.1.w": torch.ones(4)}
+    shapes = {name: tuple(values.shape) for name, values in change.items()}
+    settings, submissions = DilocoServerSettings(workers=1, num_fragments=2), Submissions(tmp_path, shapes, "fp32")
+    content = safetensors.torch.save(change, {"rows": json.dumps({name: [0, *shapes[name]] for name in shapes})})
+    part = hashlib.sha256(content).hexdigest()
+    submissions.part(part).write_bytes(content)
+    model = SimpleNamespace(
+        outer=OuterStep(settings, shapes), submissions=submissions, most_targets=lambda ranges, stated: 100
+    )
+    rounds = Rounds(settings, initial="i", model=MODEL)
+    service = Service(RunDir(tmp_path), settings, cast(GlobalModel, model), rounds)
+    last = Submission(0, "a", 1, (part,), 1, ((0, 1),), leaves=True)
+    assert service.examined(last).norms == pytest.approx((math.sqrt(12), 2.0))
+    assert "layers.0.w" in service.examined(replace(last, leaves=False)).rejected, "round 1 exchanges the other one"

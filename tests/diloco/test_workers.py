@@ -10,22 +10,8 @@ from pathlib import Path
 import pytest
 from diloco.client import FakeWorker, Served, serving
 from diloco.reference import final_weights
-from diloco.workers import (
-    ALL,
-    BATCH,
-    RECIPE,
-    ROUNDS,
-    STEPS,
-    composed,
-    is_at,
-    largest_difference,
-    ledger_of,
-    served,
-    until,
-    used_samples,
-    worker,
-)
-from program import Process, forgather
+from diloco.workers import ALL, BATCH, RECIPE, ROUNDS, STEPS, composed, finish, largest_difference, served, worker
+from program import Process, forgather, until
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -39,14 +25,13 @@ def trained(server: Served, settings: Sequence[Sequence[str]]) -> list[RunDir]:
     """Train workers a, b, ... to their end, and wait until the server has published their last round."""
     names = "abc"[: len(settings)]
     processes = [worker(server, name, *own) for name, own in zip(names, settings, strict=True)]
-    for process in processes:
-        assert process.finish() == 0, process.output
+    finish(*processes)
     return [RunDir(server.run.root.with_name(name)) for name in names]
 
 
 def global_weights(server: Served, after: int) -> dict[str, Tensor]:
     """The published weights after so many rounds."""
-    until(lambda: is_at(server, after))
+    until(lambda: server.is_at(after))
     return server.client.weights(after)
 
 
@@ -69,18 +54,16 @@ def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_play
         a.finish()
         with serving(server.run.root, f"diloco.port={server.client.port}", resume=True) as again:
             a = worker(again, "a", ALL)
-            for process in (a, b):
-                assert process.finish() == 0, process.output
-            until(lambda: is_at(again, ROUNDS))
-            found = again.client.latest()
-            lines = ledger_of(again)
+            finish(a, b)
+            until(lambda: again.is_at(ROUNDS))
+            found, used = again.client.latest(), again.used_samples()
     expected = final_weights(
         [composed(ALL)] * 2, tmp_path / "reference", rounds=ROUNDS, steps=STEPS,
         **({"fragments": fragments({n: tuple(t.shape) for n, t in found.items()}, 2), "overlap": 2, "alpha": 0.25}
            if settings else {}),
     )  # fmt: skip
     assert largest_difference(found, expected) == 0.0
-    used, count = used_samples(lines), 2 * ROUNDS * STEPS * BATCH
+    count = 2 * ROUNDS * STEPS * BATCH
     assert len(set(used)) == len(used) == count, "each once, also after the end of an epoch"
     assert settings or used == list(range(count))
 
@@ -94,18 +77,17 @@ def test_async_workers_train_at_their_own_pace_and_the_ledger_says_what_came_out
         for name in "ab":
             until((tmp_path / name / "slow").exists)
         (tmp_path / "a" / "go").touch()
-        until(lambda: is_at(server, 3))  # the second and third of a's rounds passed while b stood in its first
+        until(lambda: server.is_at(3))  # the second and third of a's rounds passed while b stood in its first
         first.process.send_signal(signal.SIGKILL)
         first.finish()
         (tmp_path / "b" / "go").touch()
         until(lambda: second.process.poll() is not None)
         first = worker(server, "a", *own)
         for process in (first, second):
-            assert process.finish() == 0, process.output
+            finish(process)
         assert forgather("diloco", "stop", "--now", str(server.run.root)) == 0
     assert forgather("diloco", "replay", str(server.run.root)) == 0
-    lines = ledger_of(server)
-    samples = used_samples(lines)
+    lines, samples = server.ledger(), server.used_samples()
     assert len(samples) == len(set(samples))
     counted = [sent for line in lines if line["closed"] for sent in line["closed"]["submissions"]]
     assert {sent["worker"] for sent in counted} == {"a", "b"}
@@ -163,16 +145,14 @@ def test_rows_of_any_length_count_though_nobody_states_the_longest(tmp_path: Pat
     with serving(tmp_path / "server", *settings) as server:
         words = ["diloco", "worker", "default", *own, ALL, f"output_dir={tmp_path / 'a'}", "--server"]
         honest = Process(*words, f"127.0.0.1:{server.client.port}", env={"DILOCO_TOKEN": server.client.token})
-        shapes = {name: tuple(values.shape) for name, values in server.client.weights(0).items()}
         liar = FakeWorker(server.client, "z")
-        stands = liar.registration(shapes, data=None, tokenizer=None)
-        liar.generation = server.client.post("/register", **stands)["generation"]
+        liar.register(data=None, tokenizer=None)
         for number, targets in enumerate((2**53, 16 * BATCH * STEPS, 1)):
             liar.next(number - 1)
-            liar.submit(liar.change(number, shapes), targets)
-        assert honest.finish() == 0, honest.output
-        until(lambda: is_at(server, ROUNDS))
-        rejected = [dict(line["closed"]["rejected"]) for line in ledger_of(server)[1:]]
+            liar.submit(liar.change(number), targets)
+        finish(honest)
+        until(lambda: server.is_at(ROUNDS))
+        rejected = [dict(line["closed"]["rejected"]) for line in server.ledger()[1:]]
     assert [list(each) for each in rejected] == [["z"], ["z"], []]
     assert all("data.seq_len" in each["z"] for each in rejected[:2])
 
@@ -180,13 +160,12 @@ def test_rows_of_any_length_count_though_nobody_states_the_longest(tmp_path: Pat
 def test_a_worker_that_joins_later_begins_with_the_next_round(tmp_path: Path) -> None:
     with served(tmp_path, "diloco.compression=int8", "diloco.compression_down=int8", workers=1) as server:
         first = worker(server, "a", "max_steps=12")
-        until(lambda: is_at(server, 1))
+        until(lambda: server.is_at(1))
         second = worker(server, "b", "max_steps=12")
-        for process in (first, second):
-            assert process.finish() == 0, process.output
+        finish(first, second)
         weights = global_weights(server, 4)
     assert all(value.isfinite().all() for value in weights.values())
-    counted = [[sent["worker"] for sent in line["closed"]["submissions"]] for line in ledger_of(server)[1:]]
+    counted = [[sent["worker"] for sent in line["closed"]["submissions"]] for line in server.ledger()[1:]]
     assert counted[0] == ["a"]
     assert counted[-1] == ["a", "b"]
 
@@ -195,7 +174,7 @@ def test_a_server_that_is_away_ends_a_worker_with_a_checkpoint_and_75(tmp_path: 
     patience = ("callbacks.diloco.timeout=1", "callbacks.diloco.max_sync_retries=1")
     with served(tmp_path, workers=1) as server:
         process = worker(server, "a", "max_steps=1000", *patience)
-        until(lambda: is_at(server, 2))
+        until(lambda: server.is_at(2))
         server.process.kill()
         assert process.finish() == 75, process.output
     run = RunDir(tmp_path / "a")
@@ -204,26 +183,11 @@ def test_a_server_that_is_away_ends_a_worker_with_a_checkpoint_and_75(tmp_path: 
     assert f"127.0.0.1:{server.client.port}" in process.output
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        (["num_hidden_layers=1"], "model"),
-        (["callbacks.diloco.sync_every=7"], "sync_every"),
-        (["seed=7"], "data"),
-    ],
-)
-def test_a_worker_that_does_not_fit_is_refused(
-    tmp_path_factory: pytest.TempPathFactory, taken: Served, settings: list[str], named: str
-) -> None:
-    process = worker(taken, tmp_path_factory.mktemp("w").name, ALL, *settings)
-    assert process.finish() == 2, process.output
-    assert named in process.output
-
-
-@pytest.fixture(scope="module")
-def taken(tmp_path_factory: pytest.TempPathFactory) -> object:
-    """A server that one worker has registered with."""
-    root = tmp_path_factory.mktemp("taken")
-    with served(root, workers=2) as server, worker(server, "a", ALL) as first:
+def test_a_worker_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with served(tmp_path) as server, worker(server, "a", ALL) as first:
         first.read_until("waiting")
-        yield server
+        for setting, named in (
+            ("num_hidden_layers=1", "model"), ("callbacks.diloco.sync_every=7", "sync_every"), ("seed=7", "data")
+        ):  # fmt: skip
+            other = worker(server, named, ALL, setting)
+            assert (other.finish(), named in other.output) == (2, True), other.output

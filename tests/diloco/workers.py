@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from diloco.client import Served, serving
 from program import Process
@@ -14,6 +10,9 @@ from torch import Tensor
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
+from forgather_cli.diloco.ledger import Line
+from forgather_cli.diloco.samples import merge, total
+from forgather_cli.run_dir import RunDir
 
 ROUNDS, STEPS, BATCH = 3, 3, 4
 RECIPE = (
@@ -41,18 +40,6 @@ def worker(server: Served, name: str, *settings: str, address: str = "") -> Proc
     return Process(*words, *resumes, "--server", address, cwd=root.parent, env={"DILOCO_TOKEN": server.client.token})
 
 
-def is_at(server: Served, number: int) -> bool:
-    """Whether that round has opened."""
-    return (server.client.status()["round"] or 0) >= number
-
-
-def until(condition: Callable[[], bool], pause: float = 0.05) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(pause)
-
-
 def composed(*settings: str) -> Config:
     return load_config("default", [*RECIPE, *settings]).config
 
@@ -62,11 +49,18 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     return max(float((one[name] - other[name]).abs().max()) for name in one)
 
 
-def ledger_of(server: Served) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in server.run.rounds.read_text().splitlines()]
+def is_audited(run: RunDir) -> bool:
+    """Every sample that was given out is used once, with a worker, or to be given out again."""
+    used: list[tuple[int, int]] = []
+    for line in map(Line.from_json, run.rounds.read_text().splitlines()):
+        used += [each for sent, _ in (line.closed.submissions if line.closed else ()) for each in sent.ranges]
+        everything = [*used, *(each for member in line.members for each in member.ranges), *line.pool]
+        if merge(everything) != ((0, line.cursor),) or total(everything) != line.cursor:
+            return False
+    return True
 
 
-def used_samples(lines: Sequence[dict[str, Any]]) -> list[int]:
-    """Of all counted submissions, sorted."""
-    sent = [sent for line in lines if line["closed"] for sent in line["closed"]["submissions"]]
-    return sorted(sample for each in sent for first, last in each["ranges"] for sample in range(first, last))
+def finish(*processes: Process) -> None:
+    """Wait for workers, which must end well."""
+    for process in processes:
+        assert process.finish() == 0, process.output

@@ -91,14 +91,13 @@ def test_tensors_of_every_dtype_round_trip(dtype: torch.dtype, shape: tuple[int,
 
 
 def test_tensors_are_copies_and_views_become_contiguous() -> None:
-    base = torch.arange(12.0).reshape(3, 4)
+    base, numbers = torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4)
     encoded = Encoded()
     encoded.add("c", {"view": base.t(), "conj": torch.tensor([1 + 2j]).conj(), "param": torch.nn.Parameter(base)})
     base.zero_()
     state = decode(encoded.documents["c"], encoded.tensors.__getitem__)
-    assert torch.equal(state["view"], torch.arange(12.0).reshape(3, 4).t())
-    assert torch.equal(state["conj"], torch.tensor([1 - 2j]))
-    assert torch.equal(state["param"], torch.arange(12.0).reshape(3, 4))
+    for name, expected in {"view": numbers.t(), "conj": torch.tensor([1 - 2j]), "param": numbers}.items():
+        assert torch.equal(state[name], expected)
     assert not state["param"].requires_grad
 
 

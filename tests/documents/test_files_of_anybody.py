@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -12,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import forgather
+import yaml
+from program import SMALL, document, forgather, write
 from safetensors.torch import load_file, save_file
+from saving import sign
 
 from forgather_cli.documents.json_and_yaml import MAX_DEPTH, parse_json, parse_yaml
 from forgather_cli.documents.regular_files import file_inside, read_json, read_text, read_yaml
 
-SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
-         "max_steps=1", "data=synthetic", "num_samples=64", "num_eval_samples=4"]  # fmt: skip
 STEP = "RUN/checkpoints/step-00000001"
 GENERATE = ["generate", "MODEL", "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"]
 EVAL = ["eval", "RUN"]
@@ -37,7 +36,7 @@ LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% en
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("made")
-    assert forgather("train", *SMALL, f"output_dir={root}/RUN") == 0
+    assert forgather("train", *SMALL, "max_steps=1", f"output_dir={root}/RUN") == 0
     shutil.copytree(root / STEP / "model", root / "MODEL")
     return root
 
@@ -59,12 +58,8 @@ def pipe(name: str) -> Callable[[], None]:
     return make
 
 
-def text(name: str, content: str) -> Callable[[], None]:
-    def make() -> None:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text(content)
-
-    return make
+def text(name: str, content: str) -> Callable[[], object]:
+    return lambda: write(name, content)
 
 
 def edited(name: str, **changes: Any) -> Callable[[], None]:
@@ -81,11 +76,7 @@ def manifest(**changes: Any) -> Callable[[], None]:
     """A checkpoint's manifest with other values and a right checksum."""
 
     def make() -> None:
-        path = Path(STEP, "manifest.json")
-        document = {**json.loads(path.read_text()), **changes}
-        document.pop("checksum")
-        canonical = json.dumps(document, sort_keys=True, separators=(",", ":"))
-        path.write_text(json.dumps({**document, "checksum": hashlib.sha256(canonical.encode()).hexdigest()}))
+        sign(Path(STEP), {**json.loads(Path(STEP, "manifest.json").read_text()), **changes})
 
     return make
 
@@ -125,7 +116,7 @@ def index(file: str) -> Callable[[], None]:
     return make
 
 
-CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
+CASES: dict[str, tuple[Callable[[], object], list[str], list[str]]] = {
     # a pipe where a file is read
     "config.json": (pipe("MODEL/config.json"), GENERATE, ["MODEL/config.json", "a pipe"]),
     "tokenizer.json": (pipe("MODEL/tokenizer.json"), GENERATE, ["MODEL/tokenizer.json", "a pipe"]),
@@ -163,8 +154,6 @@ CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
     "a text for a number": (edited("MODEL/config.json", hidden_size="64"), PLAN, ["config.json", "hidden_size"]),
     "no number": (edited("MODEL/config.json", vocab_size="x"), GENERATE, ["config.json", "vocab_size", "'x'"]),
     "finalized": (edited("MODEL/config.json", vocab_size="x"), FINALIZE, ["config.json", "vocab_size", "'x'"]),
-    "finalized, a fraction": (edited("MODEL/config.json", vocab_size=0.5), FINALIZE, ["config.json", "vocab_size"]),
-    "finalized, a list": (edited("MODEL/config.json", vocab_size=[260]), FINALIZE, ["config.json", "vocab_size"]),
     "finalized, of another": (edited("MODEL/config.json", hidden_size="x"), FINALIZE, ["config.json", "hidden_size"]),
     "a fraction": (edited("MODEL/config.json", num_hidden_layers=1.5), GENERATE, ["config.json", "_layers", "1.5"]),
     "a list as header": (header(lambda entries: "[1]"), GENERATE, ["model.safetensors"]),
@@ -192,12 +181,9 @@ CASES: dict[str, tuple[Callable[[], None], list[str], list[str]]] = {
     # manifests with a right checksum
     "no files": (manifest(files={}), OF_STEP, ["manifest.json", "no files"]),
     "another format": (manifest(format_version="99"), OF_STEP, ["'99'", "reads 1"]),
-    "step": (manifest(step="five"), OF_STEP, ["manifest.json", "step", "'five'"]),
     "world_size": (manifest(world_size=None), OF_STEP, ["manifest.json", "world_size"]),
     "healthy": (manifest(healthy="no"), OF_STEP, ["manifest.json", "healthy"]),
-    "metrics": (manifest(metrics=[1]), OF_STEP, ["manifest.json", "metrics"]),
     "components": (manifest(components={"x": 5}), INSPECT, ["manifest.json", "components"]),
-    "best_by": (manifest(best_by={"x": 1}), INSPECT, ["manifest.json", "best_by"]),
     "a file outside": (
         manifest(files={"../x": {"size": 0, "ranges": []}}), INSPECT, ["manifest.json", "'../x'"],
     ),
@@ -222,27 +208,18 @@ def test_one_message_with_the_name_of_the_file(here: Path, name: str, capsys: py
     assert not Path("new").exists()
 
 
-def test_a_manifest_that_names_no_files_is_damaged(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    manifest(files={})()
-    assert forgather("checkpoint", "verify", STEP) == 1
-    assert "no files" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("content", [DEEP, "{}", "\ud800".encode("utf-8", "surrogatepass").decode("latin1")])
 def test_a_registry_entry_of_another_kind_is_passed_over(
-    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    text(f"{tmp_path}/forgather/jobs/job_1/endpoint.json", content)()
-    os.mkdir(tmp_path / "forgather/jobs/job_2")
-    os.mkfifo(tmp_path / "forgather/jobs/job_2/endpoint.json")
-    assert forgather("control", "list", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == []
+    lone_half = "\ud800".encode("utf-8", "surrogatepass").decode("latin1")
+    for number, content in enumerate((DEEP, "{}", lone_half)):
+        text(f"{tmp_path}/forgather/jobs/job_{number}/endpoint.json", content)()
+    pipe(f"{tmp_path}/forgather/jobs/job_3/endpoint.json")()
+    assert document(capsys, "control", "list") == []
 
 
 def test_plain_documents_are_read_as_their_libraries_read_them() -> None:
-    import yaml
-
     for source in ("a: [1, 2.5, true, null, 2001-01-01]\nb: &b {c: d}\ne: {<<: *b, f: *b}\n", "", "- x\n", "5"):
         assert parse_yaml(source) == yaml.safe_load(source)
     nested = "[" * MAX_DEPTH + "]" * MAX_DEPTH
@@ -256,14 +233,10 @@ def test_plain_documents_are_read_as_their_libraries_read_them() -> None:
 
 def test_a_document_behind_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     """Windows writes one first; the standard library's JSON refuses it."""
-    path = tmp_path / "a"
-    for read, text, value in (
-        (read_json, '{"a": 1}', {"a": 1}),
-        (read_yaml, "a: 1\n", {"a": 1}),
-        (read_text, "token\n", "token\n"),
-    ):
-        path.write_bytes(b"\xef\xbb\xbf" + text.encode())
-        assert read(path) == value
+    readers = ((read_json, '{"a": 1}', {"a": 1}), (read_yaml, "a: 1\n", {"a": 1}), (read_text, "token\n", "token\n"))
+    for read, content, value in readers:
+        (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + content.encode())
+        assert read(tmp_path / "a") == value
 
 
 def test_a_model_whose_sharded_weights_lie_in_its_directory_loads(here: Path) -> None:

@@ -7,17 +7,17 @@ import re
 import resource
 import shutil
 from pathlib import Path
-from typing import Any
 
 import finalized
 import pytest
 import torch
 from finalized import logits, model_directory, refused, theirs, weights
-from program import forgather
+from program import document, forgather
 from ranks import run_ranks
 from saving import damage, flip
 from tiny import decoder
 
+from forgather_cli import __version__
 from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.config.schema import Target
@@ -62,27 +62,18 @@ def reference(source: Path) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------- what comes out of it
 
 
-STRATEGIES = {
-    "ddp": ("trainer=ddp",),
-    "pipeline": ("trainer=pipeline", "n_microbatches=2"),
-    "fsdp2": ("trainer=fsdp2",),
-}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_from_a_checkpoint_of_two_ranks(strategy: str, tmp_path: Path) -> None:
+def test_from_a_checkpoint_of_two_ranks(tmp_path: Path) -> None:
     source = tmp_path / "run"
-    run_ranks(2, finalized.train, source, *STRATEGIES[strategy], "max_steps=1")
+    run_ranks(2, finalized.train, source, "trainer=pipeline", "n_microbatches=2", "max_steps=1")
     report = finalize(source, tmp_path / "model", FinalizeOptions())
-    assert report["source"]["strategy"] == strategy
+    assert report["source"]["strategy"] == "pipeline"
     torch.testing.assert_close(logits(theirs(tmp_path / "model")), reference(source), rtol=1e-5, atol=1e-5)
 
 
 def test_a_run_becomes_a_model_directory(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoTokenizer
 
-    assert forgather("finalize", str(run), "out/model", "--json") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = document(capsys, "finalize", str(run), "out/model")
     assert report == json.loads(Path("out/model/finalize_report.json").read_text())
     proof = report["proof"]
     assert proof["sample"] == "the run's evaluation split"
@@ -97,30 +88,21 @@ def test_a_run_becomes_a_model_directory(run: Path, capsys: pytest.CaptureFixtur
     card = Path("out/model/README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\n")
     assert report["files"]["model.safetensors"]["sha256"] in card
+    assert f"Made with Forgather {__version__}." in card
     assert sorted(path.name for path in Path("out").iterdir()) == ["model"]
 
 
-def test_a_damaged_best_one_is_left_out(
+def test_the_best_one_in_a_dry_run_and_without_it_where_it_is_damaged(
     run: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.copytree(run, "run")
     best = best_valid(RunDir(Path("run")))
-    assert best is not None
-    damage(best.path / "model/model.safetensors", flip(-1))
-    assert forgather("finalize", "run", "model", "--best", "--dry-run", "--json") == 0
-    document = json.loads(capsys.readouterr().out)
     losses = {step: Reader(RunDir(run).checkpoint(step)).manifest.metrics["eval_loss"] for step in (2, 4, 6)}
-    assert document["source"]["step"] == sorted(losses, key=lambda step: losses[step])[1]
+    for step in sorted(losses, key=lambda step: losses[step])[:2]:
+        told = document(capsys, "finalize", "run", "model", "--best", "--dry-run")
+        assert (told["source"]["step"], told["model"]["dtype"]) == (step, "fp32")
+        damage(best.path / "model/model.safetensors", flip(-1))
     assert f"{best.path}: is damaged: model/model.safetensors has other content" in caplog.text
-
-
-def test_best_and_dry_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    best = best_valid(RunDir(run))
-    assert best is not None
-    assert forgather("finalize", str(run), "model", "--best", "--dry-run", "--json") == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["source"]["path"] == str(best.path)
-    assert document["model"]["dtype"] == "fp32"
     assert not Path("model").exists()
 
 
@@ -164,14 +146,6 @@ def test_tokens_and_a_chat_template(tied: bool) -> None:
     assert (model.get_output_embeddings().weight.data_ptr() == rows.data_ptr()) == tied
 
 
-def test_the_template_of_the_source_ends_answers_too() -> None:
-    source = model_directory(Path("source"))
-    (source / "chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<|endoftext|>"))
-    report = finalize(source, Path("model"), FinalizeOptions())
-    assert [token["id"] for token in report["stop_tokens"]] == [256]
-    assert Path("model/chat_template.jinja").is_file()
-
-
 def test_another_architecture() -> None:
     """A class that only transformers has, tied by default, with its own names."""
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -205,28 +179,20 @@ def test_a_finalized_model_knows_what_it_was_made_from(finished: Path) -> None:
     assert weights(Path("second")).keys() == weights(finished).keys()
 
 
-def test_a_sharded_bf16_source_keeps_its_dtype() -> None:
+def test_a_sharded_bf16_source_keeps_its_dtype_and_its_chat_template() -> None:
     model = decoder(vocab_size=257).bfloat16()
     source = Path("source")
     source.mkdir()
     write_model_directory(source, dict(model.state_dict()), max_bytes=40_000)
     write_model_files(model, ByteTokenizer(), source)
+    (source / "chat_template.jinja").write_text(CHATML.replace("<|im_end|>", "<|endoftext|>"))
     assert len(list(source.glob("*.safetensors"))) > 1
     report = finalize(source, Path("model"), FinalizeOptions())
+    assert [token["id"] for token in report["stop_tokens"]] == [256]  # where the template's answers end
+    assert Path("model/chat_template.jinja").is_file()
     assert report["model"]["dtype"] == "bf16"
     assert report["proof"]["compared_with"] == "the source"
-    expected = {name: t for name, t in model.state_dict().items()}
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(Path("model")).items())
-
-
-def test_int8(run: Path) -> None:
-    report = finalize(run, Path("model"), FinalizeOptions(quantize="int8-weight-only"))
-    assert report["proof"]["bound_on"] == "perplexity_ratio"
-    assert 0.9 < report["proof"]["perplexity_ratio"] < 1.1
-    plain, small = (sum(f.stat().st_size for f in d.glob("*.safetensors")) for d in (
-        RunDir(run).checkpoint(6) / "model", Path("model")))  # fmt: skip
-    assert small < 0.5 * plain
-    assert (logits(theirs(Path("model"), dtype="auto")) - reference(run)).abs().max() < 0.2
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in weights(Path("model")).items())
 
 
 # ------------------------------------------------------------------------------------------------------------ the proof
@@ -290,37 +256,27 @@ def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--{option}: gone: cannot be read (No such file or directory); give a file of {content}" in message
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("", "names no token"),
-        ("<a>\n<b>\n<a>\n", r"tokens:3: '<a>' is in line 1 already"),
-        ("<a>\n\n<|endoftext|>\n", r"tokens:3: '<|endoftext|>' is a token already (256)"),
-        ("<a>\n <b>\n", "tokens:2: blanks around the token ' <b>'"),
-        ('<a>\n{"token": 3}\n', "tokens:2: must be a token or"),
-        ('{"token": "<a>", "specail": true}', "tokens:1: unknown key 'specail'"),
-        ('{"token": "<a>", "special": 1}', "tokens:1: special must be true or false, got 1"),
-        ('["<a>",\n "<b>"', "tokens:2: not JSON"),
-        ('["<a>", 7]', "tokens:2: must be a token or"),
-        (b"\xff\xfe", "tokens: is text in UTF-16"),
-    ],
-)
-def test_malformed_token_files(run: Path, content: Any, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("tokens").write_bytes(content if isinstance(content, bytes) else content.encode())
-    assert message in refused(capsys, str(run), "new", "--add-tokens", "tokens")
+MALFORMED: dict[str | bytes, str] = {
+    "": "names no token",
+    "<a>\n<b>\n<a>\n": "tokens:3: '<a>' is in line 1 already",
+    "<a>\n\n<|endoftext|>\n": "tokens:3: '<|endoftext|>' is a token already (256)",
+    "<a>\n <b>\n": "tokens:2: blanks around the token ' <b>'",
+    '<a>\n{"token": 3}\n': "tokens:2: must be a token or",
+    '{"token": "<a>", "specail": true}': "tokens:1: unknown key 'specail'",
+    '{"token": "<a>", "special": 1}': "tokens:1: special must be true or false, got 1",
+    '["<a>",\n "<b>"': "tokens:2: not JSON",
+    '["<a>", 7]': "tokens:2: must be a token or",
+    b"\xff\xfe": "tokens: is text in UTF-16",
+}
 
 
-def test_a_token_like_a_bracket_is_no_json(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("tokens").write_text("[INST]\n[/INST]\n")
+def test_malformed_token_files(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for content, message in MALFORMED.items():
+        Path("tokens").write_bytes(content if isinstance(content, bytes) else content.encode())
+        assert message in refused(capsys, str(run), "new", "--add-tokens", "tokens")
+    Path("tokens").write_text("[INST]\n[/INST]\n")  # is no JSON
     assert forgather("finalize", str(run), "new", "--add-tokens", "tokens", "--dry-run", "--json") == 0
     assert [t["token"] for t in json.loads(capsys.readouterr().out)["added_tokens"]] == ["[INST]", "[/INST]"]
-
-
-def test_a_template_that_does_not_compile(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("chat.jinja").write_text("{% for m in messages %}\n{{ m['content' }}{% endfor %}")
-    message = refused(capsys, str(run), "new", "--chat-template", "chat.jinja")
-    assert "--chat-template: chat.jinja: the chat template does not compile (line 2" in message
-    assert message.endswith("; correct it there, or leave the option out\n")
 
 
 def test_damaged_sources(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,8 +297,7 @@ def test_a_full_disk_in_the_middle(run: Path, capsys: pytest.CaptureFixture[str]
         message = refused(capsys, str(run), "deep/er/new")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "cannot be written (File too large)" in message
-    assert "nothing was left behind" in message
+    assert re.search(r"cannot be written \(File too large\).*nothing was left behind", message, re.S)
 
 
 def test_beyond_the_bound_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
@@ -366,12 +321,6 @@ def test_the_ratio_is_told_so_that_it_is_above_the_bound(ratio: float, shown: st
     }  # fmt: skip
     with pytest.raises(ProofError, match=rf"perplexity is {re.escape(shown)} times .*, the bound is 1; nothing"):
         prove._judge(proof)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine can")
-def test_a_recipe_for_another_machine(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    message = refused(capsys, str(run), "new", "--quantize", "float8-dynamic-act-float8-weight")
-    assert message.startswith("error: --quantize float8-dynamic-act-float8-weight:")
 
 
 def test_numbers_that_fp16_cannot_hold() -> None:

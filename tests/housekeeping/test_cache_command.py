@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import forgather
+from program import document, forgather, printed, refusal, shown
 
 from forgather_cli.data.cache import Cache, Meta
 
@@ -59,10 +58,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def documents(capsys: pytest.CaptureFixture[str], command: str, root: Path, *words: str) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert forgather("cache", command, "--cache-dir", str(root), *words, "--json") == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    return found
+    return document(capsys, "cache", command, "--cache-dir", str(root), *words)
 
 
 def names(found: list[dict[str, Any]]) -> set[str]:
@@ -75,8 +71,7 @@ def test_entries_are_listed_with_size_and_last_use(cache: Path, capsys: pytest.C
     assert [Path(each["path"]).name for each in found][-2:] == ["b", "c"]  # the last used first
     assert found[-1]["size_bytes"] > 2000
     assert found[-1]["origin"] == {"files": "notes/*.md"}
-    assert forgather("cache", "list", "--cache-dir", str(cache)) == 0
-    assert "notes/*.md" in capsys.readouterr().out
+    assert "notes/*.md" in shown(capsys, "cache", "list", "--cache-dir", str(cache))
     Cache(cache).build_once("tokens", "c", write)
     assert Path(documents(capsys, "list", cache)[0]["path"]).name == "c"
     assert documents(capsys, "list", cache / "nowhere") == []
@@ -84,21 +79,17 @@ def test_entries_are_listed_with_size_and_last_use(cache: Path, capsys: pytest.C
 
 def test_a_packing_is_listed_by_what_it_packs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes.txt").write_text("A note.\n" * 200)
-    words = ["data=text", f"data.files=[{tmp_path}/notes.txt]", "model=nano", "seq_len=16", "packing=best_fit"]
-    cache, run = tmp_path / "cache", tmp_path / "run"
-    words += [f"data.cache_dir={cache}", f"output_dir={run}", "max_steps=1", "callbacks=minimal"]
-    assert forgather("train", *words) == 0
-    packing = next(each for each in documents(capsys, "list", cache) if each["kind"] == "packings")
+    words = [f"data.files=[{tmp_path}/notes.txt]", f"data.cache_dir={tmp_path}", "seq_len=16", "packing=best_fit"]
+    assert forgather("data", "build", "data=text", "model=nano", *words) == 0
+    packing = next(each for each in documents(capsys, "list", tmp_path) if each["kind"] == "packings")
     assert packing["origin"] == {"packing": "best_fit", "seq_len": 16}
-    assert forgather("cache", "list", "--cache-dir", str(cache)) == 0
-    assert "packing best_fit seq_len 16" in capsys.readouterr().out
+    assert "packing best_fit seq_len 16" in printed(capsys, "cache", "list", "--cache-dir", str(tmp_path)).out
 
 
 def test_what_was_not_used_for_long_is_pruned(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert forgather("cache", "prune", "--cache-dir", str(cache)) == 2
     assert forgather("cache", "prune", "--cache-dir", str(cache), "--all", "--older-than", "1d") == 2
-    assert forgather("cache", "prune", "--cache-dir", str(cache), "--older-than", "1y") == 2
-    assert "got '1y'" in capsys.readouterr().err
+    assert "got '1y'" in refusal(capsys, "cache", "prune", "--cache-dir", str(cache), "--older-than", "1y")
     assert forgather("cache", "prune", "--cache-dir", str(cache), "--older-than", "30d") == 2  # nobody can be asked
     assert len(documents(capsys, "list", cache)) == 4
     assert names(documents(capsys, "prune", cache, "--older-than", "30d", "--yes")) == {"tokens/c"}
@@ -116,7 +107,6 @@ def test_what_a_process_uses_or_builds_stays(
 ) -> None:
     command = [sys.executable, "-c", code, str(cache)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "uses it\n"
         assert names([each for each in documents(capsys, "list", cache) if each["in_use"]]) == {entry}
         assert entry not in names(documents(capsys, "prune", cache, "--all", "--yes"))

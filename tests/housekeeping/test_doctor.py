@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from program import forgather
+from program import Process, document, forgather, shown
 
+from forgather_cli import __version__
 from forgather_cli.control import registry, server
 from forgather_cli.launch.processes import temporary_folder
 
@@ -31,32 +28,22 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def report(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    capsys.readouterr()
-    assert forgather("doctor", "--json") == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
-
-
 def test_a_machine_that_can_train(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = report(capsys)
+    found = document(capsys, "doctor")
     assert found["can_train"]
     assert [each for each in found["findings"] if each["weight"] != "warning"] == []
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # +cu130 is the build's
+    assert found["versions"]["forgather"] == __version__
     assert "kernels" in found["extras"]
     cpu = found["devices"][-1] if not torch.backends.mps.is_available() else found["devices"][-2]
     assert (cpu["name"], cpu["runs"]["fp8"], cpu["runs"]["loss=liger"]) == ("cpu", "emulated", "needs CUDA")
     assert cpu["runs"]["bf16"] in ("fast", "slow")
     assert len(found["devices"]) >= 1 + torch.cuda.device_count()
     assert found["room"]["outputs"]["path"] == str(machine / "outputs")
-    assert found["room"]["cache"] == {
-        **found["room"]["cache"],
-        "path": f"{machine}/XDG_CACHE_HOME/forgather",
-        "bytes": 0,
-    }
+    cache = found["room"]["cache"]
+    assert (cache["path"], cache["bytes"]) == (f"{machine}/XDG_CACHE_HOME/forgather", 0)
     assert list(machine.rglob("*")) == [machine / "tmp"]  # it only looks
-    assert forgather("doctor") == 0
-    page = capsys.readouterr().out
+    page = shown(capsys, "doctor")
     assert torch.__version__.split("+")[0] in page
     assert "this machine can train" in page
 
@@ -74,12 +61,10 @@ def test_leftovers_of_killed_processes_are_found(machine: Path, capsys: pytest.C
     (run / "checkpoints/.tmp-step-00000010-1.0/weights").write_bytes(bytes(3000))
     (run / "config.yaml").write_text("{}")
     (machine / "XDG_CACHE_HOME/forgather/tokens/.tmp-abc").mkdir(parents=True)
-    found = [each["what"] for each in report(capsys)["findings"] if each["weight"] == "to clean"]
+    found = [each["what"] for each in document(capsys, "doctor")["findings"] if each["weight"] == "to clean"]
     assert len(found) == 4
-    for told, word in zip(
-        found, ("forgather-job-", "entries of killed jobs", "2.9 KiB", "unfinished builds"), strict=True
-    ):
-        assert word in told
+    words = ("forgather-job-", "entries of killed jobs", "2.9 KiB", "unfinished builds")
+    assert all(word in told for told, word in zip(found, words, strict=True))
     assert forgather("control", "cleanup") == 0
     with temporary_folder("job"):  # as the next job
         pass
@@ -87,7 +72,7 @@ def test_leftovers_of_killed_processes_are_found(machine: Path, capsys: pytest.C
     (run / ".lock").write_text("pid 1 on nowhere\n")
     assert forgather("runs", "remove", str(run), "--yes") == 0
     assert forgather("cache", "prune", "--all", "--yes") == 0
-    assert [each for each in report(capsys)["findings"] if each["weight"] == "to clean"] == []
+    assert [each for each in document(capsys, "doctor")["findings"] if each["weight"] == "to clean"] == []
 
 
 def test_all_ports_taken_is_a_warning(
@@ -96,25 +81,20 @@ def test_all_ports_taken_is_a_warning(
     with ExitStack() as held:  # not the hundred of jobs that other tests run meanwhile
         taken = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
         monkeypatch.setattr(server, "PORTS", [each.getsockname()[1] for each in taken])
-        assert report(capsys)["ports"]["free"] == 0
-        assert forgather("doctor") == 0
-        assert "callbacks.control.port" in capsys.readouterr().out
+        assert document(capsys, "doctor")["ports"]["free"] == 0
+        assert "callbacks.control.port" in shown(capsys, "doctor")
 
 
-@pytest.mark.parametrize(
-    ("package", "error", "told"),
-    [
-        ("torch", "OSError('libcudart.so.13: not found')", "torch cannot be imported (libcudart.so.13: not found)"),
-        ("h11", "ModuleNotFoundError('no h11', name='h11')", "h11 cannot be imported (no h11)"),
-    ],
-)
-def test_what_keeps_from_training_is_an_error(package: str, error: str, told: str, machine: Path) -> None:
-    (machine / f"{package}.py").write_text(f"raise {error}")
+def test_what_keeps_from_training_is_an_error(machine: Path) -> None:
     (machine / "outputs").write_text("a file")
-    done = subprocess.run(
-        [sys.executable, "-m", "forgather_cli", "doctor"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 1, done.stderr
-    assert f"error: {told}" in done.stdout
-    assert package != "torch" or f"error: {machine / 'outputs'} cannot be written" in done.stdout
-    assert "this machine can train" not in done.stdout
+    unwritable, broken = f"{machine / 'outputs'} cannot be written", "OSError('libcudart.so.13: not found')"
+    for package, error, told in (
+        ("torch", broken, ["torch cannot be imported (libcudart.so.13: not found)", unwritable]),
+        ("h11", "ModuleNotFoundError('no h11', name='h11')", ["h11 cannot be imported (no h11)"]),
+    ):
+        (machine / f"{package}.py").write_text(f"raise {error}")
+        with Process("doctor", cold=True) as done:
+            assert done.finish() == 1, done.output
+        assert [each for each in told if f"error: {each}" not in done.output] == []
+        assert "this machine can train" not in done.output
+        (machine / f"{package}.py").unlink()

@@ -7,24 +7,22 @@ import re
 import socket
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from kept_runs import Job, documents, make_outputs, make_run
-from program import forgather
+from kept_runs import Job, make_outputs, make_run
+from program import document, forgather, refusal, shown
 from terminal import Terminal
 
 
 @pytest.fixture
-def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def outputs(own_directory: None) -> Path:
     return make_outputs()
 
 
 def test_runs_are_listed_newest_first_with_state_best_loss_and_size(
     outputs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = documents(capsys, "runs", "list")
+    found = document(capsys, "runs", "list")
     told = [(each["run"], each["state"], each["step"], each["best_eval_loss"]) for each in found]
     assert told == [
         ("outputs/default/new", "cut", 10, None),
@@ -33,20 +31,16 @@ def test_runs_are_listed_newest_first_with_state_best_loss_and_size(
     ]
     assert found[0]["changed"] == "2008-01-10T21:20:00+00:00"
     assert 1000 < found[0]["size_bytes"] < 3000
-    assert [each["run"] for each in documents(capsys, "runs", "list", "outputs/default")] == [
+    assert [each["run"] for each in document(capsys, "runs", "list", "outputs/default")] == [
         "outputs/default/new", "outputs/default/old",
     ]  # fmt: skip
-    assert forgather("runs", "list") == 0
-    assert re.search(r"outputs/default/old +done +30/100 +2.0000 +.* KiB", capsys.readouterr().out)
-    assert forgather("runs", "list", "nowhere") == 2
-    assert "nowhere: no such directory" in capsys.readouterr().err
+    assert re.search(r"outputs/default/old +done +30/100 +2.0000 +.* KiB", shown(capsys, "runs", "list"))
+    assert "nowhere: no such directory" in refusal(capsys, "runs", "list", "nowhere")
 
 
-def test_no_runs_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert documents(capsys, "runs", "list") == []
-    assert forgather("resume", "latest") == 2
-    assert "there is no run below outputs" in capsys.readouterr().err
+def test_no_runs_are_no_error(own_directory: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert document(capsys, "runs", "list") == []
+    assert "there is no run below outputs" in refusal(capsys, "resume", "latest")
 
 
 def test_runs_are_removed_with_what_is_theirs_alone(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,9 +50,8 @@ def test_runs_are_removed_with_what_is_theirs_alone(outputs: Path, capsys: pytes
     (outputs / "between/checkpoints").rename(elsewhere / "checkpoints")
     (outputs / "between/checkpoints").symlink_to((elsewhere / "checkpoints").absolute())
     runs = [f"{outputs}/between", f"{outputs}/default/old"]
-    assert forgather("runs", "remove", *runs) == 2  # nobody can be asked
-    assert "use --yes" in capsys.readouterr().err
-    between, old = documents(capsys, "runs", "remove", *runs, f"{outputs}/default/../between", "--yes")
+    assert "use --yes" in refusal(capsys, "runs", "remove", *runs)  # nobody can be asked
+    between, old = document(capsys, "runs", "remove", *runs, f"{outputs}/default/../between", "--yes")
     assert (between["kept"], old["kept"]) == (["notes.md"], [])
     assert between["freed_bytes"] < 1000 < old["freed_bytes"]
     assert [path.name for path in (outputs / "between").iterdir()] == ["notes.md"]
@@ -71,8 +64,7 @@ def test_what_is_no_run_or_runs_still_is_not_removed(outputs: Path, capsys: pyte
     (other / ".lock").unlink()
     before = sorted(Path().rglob("*"))
     for path in (other, outputs, outputs / "default", Path("nowhere")):
-        assert forgather("runs", "remove", f"{outputs}/default/old", str(path), "--yes") == 2
-        assert f"{path}: is no run" in capsys.readouterr().err
+        assert f"{path}: is no run" in refusal(capsys, "runs", "remove", f"{outputs}/default/old", str(path), "--yes")
     job = Job(outputs / "between")
     assert forgather("runs", "remove", f"{outputs}/default/old", f"{outputs}/between", "--yes") == 2
     assert f"forgather control stop {outputs}/between" in capsys.readouterr().err
@@ -84,7 +76,7 @@ def test_what_is_no_run_or_runs_still_is_not_removed(outputs: Path, capsys: pyte
 
 def test_runs_are_chosen_by_state_and_age(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def removed(*words: str) -> list[str]:
-        return [each["run"] for each in documents(capsys, "runs", "remove", "--yes", *words)]
+        return [each["run"] for each in document(capsys, "runs", "remove", "--yes", *words)]
 
     now = time.time()
     recent = make_run(outputs / "recent", now - 3600, ended=False)
@@ -104,24 +96,20 @@ def test_runs_are_chosen_by_state_and_age(outputs: Path, capsys: pytest.CaptureF
     job.end()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "runs remove: names no run"),
-        (["--state", "cutt"], "--state: must be one of done, .*, got 'cutt'; did you mean cut"),
-        (["--state", "running"], "--state: must be one of"),
-        (["--older-than", "1.5d"], "--older-than: must be a number of m, h, d or w, .*, got '1.5d'"),
-        (["--older-than", "30"], "--older-than: .*, got '30'"),
-        (["--older-than", "99999999d"], "--older-than: .*, got '99999999d'"),
-        (["nowhere", "--state", "cut"], "nowhere: no such directory"),
-        (["--state", "cut"], "asks first, and nobody can answer here; use --yes"),
-    ],
-)
-def test_what_chooses_no_runs(
-    outputs: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert forgather("runs", "remove", *words) == 2
-    assert re.search(message, capsys.readouterr().err)
+WRONG = {
+    "": "runs remove: names no run",
+    "--state cutt": "--state: must be one of done, .*, got 'cutt'; did you mean cut",
+    "--state running": "--state: must be one of",
+    "--older-than 1.5d": "--older-than: must be a number of m, h, d or w, .*, got '1.5d'",
+    "--older-than 99999999d": "--older-than: .*, got '99999999d'",
+    "nowhere --state cut": "nowhere: no such directory",
+    "--state cut": "asks first, and nobody can answer here; use --yes",
+}
+
+
+def test_what_chooses_no_runs(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in WRONG.items():
+        assert re.search(message, refusal(capsys, "runs", "remove", *words.split()))
     assert (outputs / "default/new").is_dir()
 
 

@@ -35,13 +35,6 @@ def shown(what: ShownSample, **console: Any) -> str:
 WORDS = sample(["ask ", "a", "ns", "wer", "<end>", "\n", "<pad>"], "-xxxx- ", special=[False] * 4 + [True, False, True])
 
 
-def test_targets_are_coloured_where_there_is_colour() -> None:
-    text = shown(WORDS, force_terminal=True, color_system="standard")
-    coloured = re.findall(r"\x1b\[(?:1;)?30;42m([^\x1b]*)", text)
-    assert "".join(coloured) == "answer<end>"
-    assert "[answer" not in re.sub(r"\x1b\[[\d;]*m", "", text)
-
-
 @pytest.mark.parametrize("console", [{}, {"force_terminal": True, "no_color": True}])
 def test_targets_stand_in_brackets_where_there_is_none(console: dict[str, Any]) -> None:
     lines = re.sub(r"\x1b\[[\d;]*m", "", shown(WORDS, **console)).splitlines()

@@ -24,11 +24,6 @@ RUN = (
 FOUND = "auto_find_batch_size: found per_device_train_batch_size={}, which forgather resume uses too"
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def saved(run: str, file: str = "config.yaml") -> tuple[int, int | None]:
     tree = yaml.safe_load(Path(run, file).read_text())
     return tree["per_device_train_batch_size"], tree["gradient_accumulation_steps"]
@@ -118,6 +113,7 @@ def test_past_its_first_steps_a_run_ends_with_the_remedies(tmp_path: Path) -> No
 def test_sizes_that_are_left() -> None:
     assert smaller_micro_batch(BatchPlan(96, 12, 8)) == 6
     assert smaller_micro_batch(BatchPlan(30, 15, 2)) == 6  # 30 sequences per rank in fives
+    assert smaller_micro_batch(BatchPlan(27, 9, 3)) == 3
     assert smaller_micro_batch(BatchPlan(8, 1, 8)) is None
     assert smaller_micro_batch(BatchPlan(32, 16, 2), multiple_of=4) == 8
     assert smaller_micro_batch(BatchPlan(32, 4, 8), multiple_of=4) is None

@@ -34,11 +34,6 @@ EVERY = ["step-kill", "step-sleep", "setup-kill", "evaluation-kill", "save-kill"
          "evaluation-raise", "step-exit", "forward-oom", "forward-sleep"]  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def goes_on() -> bool:
     """True if the run can be finished, here by one process, and no step is missing or told twice."""
     words = ["trainer=single", "max_steps=12", "~callbacks.fault"]
@@ -104,12 +99,6 @@ def test_faults_are_told_and_a_second_signal_ends_what_hangs_and_damaged_checkpo
     assert ended().state == "cut"
     assert ended().code == 130
     assert nobody_left()
-    goes_on_past_damage_until_the_launcher_is_killed()
-    assert nobody_left()
-    assert goes_on()
-
-
-def goes_on_past_damage_until_the_launcher_is_killed() -> None:
     oldest, before, newest = RUN.checkpoint_steps()
     (RUN.checkpoint(newest) / "optimizer/optimizer.safetensors").unlink()
     damaged = RUN.checkpoint(before) / "model/model.safetensors"
@@ -123,6 +112,8 @@ def goes_on_past_damage_until_the_launcher_is_killed() -> None:
         job.read_until(rf"step {newest + 1}/")
         job.process.kill()
         assert job.finish() == -signal.SIGKILL
+    assert nobody_left()
+    assert goes_on()
 
 
 def test_faults_of_pipeline_stages_are_told_and_the_last_ends_the_run() -> None:

@@ -28,11 +28,6 @@ from forgather_cli.launch.stacks import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def stalling(strategy: str, *acts: str, words: tuple[str, ...] = ()) -> Process:
     """A run that does these acts on rank 1, and looks for them after a second."""
     limits = ["max_steps=2000", "hang_report_after=1", "hang_timeout=30"]

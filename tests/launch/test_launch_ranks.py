@@ -11,18 +11,20 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from program import Process, forgather
+from program import Process, forgather, until
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from two_ranks import RUN, SMALL, WATCHED, ended, fault, nobody_left, recorded_steps, start
 
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.launch.agent import exit_code
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import ExitStatus, Kind, caused_by, done, first_cause, killed
 from forgather_cli.launch.job import Job
@@ -41,8 +43,7 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_
 
 
 @pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def _joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*TORCHRUN, *SLURM]:
         monkeypatch.delenv(name, raising=False)
 
@@ -56,15 +57,10 @@ def free_port() -> int:
 # ------------------------------------------------------------------------------------------------- the place of a rank
 
 
-def test_a_process_alone_has_joined_nothing() -> None:
-    assert joined([], {}) is None
-
-
 def test_torchrun_says_where_a_rank_stands() -> None:
-    place = joined([], TORCHRUN)
-    assert place == Place(1, 4, 1, 2, "a", 99, agent_store=True, by="torchrun")
+    assert joined([], {}) is None
+    assert joined([], TORCHRUN) == Place(1, 4, 1, 2, "a", 99, agent_store=True, by="torchrun")
     host = joined([], {**TORCHRUN, "RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"})
-    assert host is not None
     assert not host.agent_store
 
 
@@ -75,18 +71,15 @@ def test_ranks_of_ours_are_numbered_by_node_rank_whatever_the_rendezvous_made_of
     assert environ["GROUP_RANK"] == "0"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_an_environment_that_is_not_whole_is_said() -> None:
+    for change, message in (
         ({"WORLD_SIZE": None}, "WORLD_SIZE: missing in the environment, which has RANK"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR: missing"),
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE: must be a whole number in the environment, got 'two'"),
-    ],
-)
-def test_an_environment_that_is_not_whole_is_said(change: dict[str, str | None], message: str) -> None:
-    environ = {key: value for key, value in {**TORCHRUN, **change}.items() if value is not None}
-    with pytest.raises(ConfigError, match=message):
-        joined([], environ)
+    ):
+        environ = {key: value for key, value in {**TORCHRUN, **change}.items() if value is not None}
+        with pytest.raises(ConfigError, match=message):
+            joined([], environ)
 
 
 def test_slurm_says_where_a_rank_stands() -> None:
@@ -96,12 +89,8 @@ def test_slurm_says_where_a_rank_stands() -> None:
     named = joined([], {**SLURM, "MASTER_ADDR": "m", "MASTER_PORT": "1", "SLURM_PROCID": "0"})
     assert named == Place(0, 4, 1, 2, "m", 1, by="Slurm")
     one_gpu = joined([], {**SLURM, "CUDA_VISIBLE_DEVICES": "1"})
-    assert one_gpu is not None
     assert one_gpu.local_rank == 0  # --gpus-per-task: each task sees its own as the first
-
-
-def test_a_slurm_batch_script_is_one_process() -> None:
-    assert joined([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}) is None
+    assert joined([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}) is None  # a batch script
     assert joined([], {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
 
 
@@ -130,16 +119,22 @@ def test_who_trains() -> None:
     assert layout_of("trainer=ddp", "nnodes=2", "nproc_per_node=2", "node_rank=1", "rdzv_endpoint=a:1") == (
         "2 ranks on each of 2 nodes, this being node 1, started by torchrun"
     )
-    assert layout_of("trainer=ddp", place=Place(size=4, by="Slurm")) == "4 ranks that Slurm has started"
+    two_nodes = ["trainer=ddp", "nnodes=2", "nproc_per_node=2"]  # which meet by what has started them
+    assert layout_of(*two_nodes, place=Place(size=4, by="Slurm")) == "4 ranks that Slurm has started"
 
 
-@pytest.mark.parametrize(("visible", "count"), [("0,1,2", 3), ("", 0), ("-1", 0), ("GPU-1f,GPU-2e", 2), ("3", 1)])
-def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, visible: str, count: int) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert len(gpus()) == count
+def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, count in (("0,1,2", 3), ("", 0), ("-1", 0), ("GPU-1f,GPU-2e", 2), ("3", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert len(gpus()) == count
     words = [word for word in SMALL if not word.startswith("device")]
+    with pytest.raises(ConfigError, match="pipeline needs at least 2 ranks, got 1"):  # found as late as this
+        plan_layout(load_config("default", [*words, "trainer=pipeline"]).config)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
     loaded = load_config("default", [*words, "trainer=ddp", "global_batch_size=null"])
-    assert plan_layout(loaded.config).world == (count or 2)
+    assert plan_layout(loaded.config).world == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert plan_layout(loaded.config).world == 2
 
 
 @pytest.mark.parametrize(
@@ -148,11 +143,12 @@ def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch, visible
         (["rdzv_endpoint=here"], r"rdzv_endpoint: must be HOST:PORT, got 'here'"),
         (["nproc_per_node=2", "device=cuda:1"], "device: cuda:1 is one device for 2 ranks; set device=cuda"),
         (["node_rank=1"], "node_rank: counts from 0 to nnodes-1, got 1 with nnodes=1"),
+        (["nnodes=2"], "rdzv_endpoint: nnodes=2 have to meet somewhere; set rdzv_endpoint=HOST:PORT"),
     ],
 )
 def test_settings_of_the_launch_that_do_not_fit(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_config("default", [*SMALL, "trainer=ddp", *words])
+        layout_of("trainer=ddp", *words)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +159,7 @@ def test_settings_of_the_launch_that_do_not_fit(words: list[str], message: str) 
         (
             ["trainer=ddp", "nproc_per_node=2"],
             4,
-            "nproc_per_node: 2 on 1 nodes are asked for, but torchrun has started 4",
+            "nproc_per_node: 2 on 1 nodes are asked for, but torchrun",
         ),
         (["trainer=ddp", "max_restarts=2"], 2, "max_restarts: the ranks were started by torchrun.*; leave it out"),
         (["trainer=ddp"], 3, "global_batch_size: 4 sequences cannot be shared evenly by 3 ranks"),
@@ -172,23 +168,6 @@ def test_settings_of_the_launch_that_do_not_fit(words: list[str], message: str) 
 def test_settings_that_a_joined_world_does_not_allow(words: list[str], size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         layout_of(*words, place=Place(size=size, by="torchrun"))
-
-
-def test_nodes_have_to_meet_unless_others_start_the_ranks() -> None:
-    words = ["trainer=ddp", "nnodes=2", "nproc_per_node=1"]
-    assert layout_of(*words, place=Place(size=2, by="Slurm")) == "2 ranks that Slurm has started"
-    with pytest.raises(
-        ConfigError, match="rdzv_endpoint: nnodes=2 have to meet somewhere; set rdzv_endpoint=HOST:PORT"
-    ):
-        layout_of(*words)
-
-
-def test_a_number_of_ranks_found_late_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    words = [word for word in SMALL if not word.startswith("device")]
-    loaded = load_config("default", [*words, "trainer=pipeline"])
-    with pytest.raises(ConfigError, match="pipeline needs at least 2 ranks, got 1"):
-        plan_layout(loaded.config)
 
 
 # ------------------------------------------------------------------------------------------------- what ranks tell
@@ -210,7 +189,6 @@ def test_the_first_cause_is_the_earliest_that_needs_no_explanation() -> None:
 def test_a_killed_rank_explains_errors_at_the_same_moment_and_none_before() -> None:
     for rest, first in ((status(Kind.ERROR, 0, 9.7), Kind.KILLED), (status(Kind.ERROR, 0, 8.0), Kind.ERROR)):
         cause = first_cause([rest, killed(1, -signal.SIGKILL, "log", 10.0)])
-        assert cause is not None
         assert cause.kind == first
 
 
@@ -232,16 +210,19 @@ def test_temporary_folders_of_killed_commands_go_with_the_next_start(
     assert list(tmp_path.iterdir()) == [left[-1]]
 
 
+def test_how_a_rank_ended_is_known_when_torchrun_s_agent_has_waited_for_it() -> None:
+    handler = SubprocessHandler("sleep", ("60",), {}, None, None, 0, None)
+    handler.proc.kill()
+    handler.proc.wait()
+    assert exit_code(handler.proc.pid) == -signal.SIGKILL
+    assert exit_code(1) is None
+
+
 def test_what_is_worth_a_restart() -> None:
     assert ExitStatus(0, Kind.ERROR, 1).worth_a_restart
     assert caused_by(1, ExitStatus(0, Kind.KILLED, 1)).worth_a_restart
-    for final in (
-        ExitStatus(0, Kind.MISTAKE, 2),
-        ExitStatus(0, Kind.UNHEEDED, 1),
-        ExitStatus(0, Kind.CUT, 143),
-        done(0),
-        ExitStatus(0, "stopped", 75),
-    ):
+    given_up = [ExitStatus(0, Kind.MISTAKE, 2), ExitStatus(0, Kind.UNHEEDED, 1), ExitStatus(0, Kind.CUT, 143)]
+    for final in (*given_up, done(0), ExitStatus(0, "stopped", 75)):
         assert not final.worth_a_restart
         assert not caused_by(1, final).worth_a_restart
 
@@ -266,16 +247,14 @@ def test_a_job_folder_carries_words_both_ways(monkeypatch: pytest.MonkeyPatch) -
     assert not job.root.exists()
 
 
-@contextmanager
-def connected() -> Iterator[list[Rendezvous]]:
+def connected() -> list[Rendezvous]:
     port = free_port()
-    places = [Place(rank, 2, rank, 2, "localhost", port) for rank in range(2)]
-    yield [Rendezvous(place) for place in places]
+    return [Rendezvous(Place(rank, 2, rank, 2, "localhost", port)) for rank in range(2)]
 
 
 def stranger(rendezvous: Rendezvous) -> Any:
     """A client of the store as anybody can connect one."""
-    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import PrefixStore, TCPStore
 
     return PrefixStore("forgather/0", TCPStore("localhost", rendezvous._place.port, is_master=False))
 
@@ -291,92 +270,87 @@ def a_run(root: Path) -> RunDir:
 @pytest.mark.parametrize("of_one_node", [True, False])
 def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) -> None:
     folders = [Rendezvous(Place(rank, 2, rank, 2), tmp_path / "folder") for rank in range(2)] if of_one_node else None
-    with nullcontext(folders) if folders else connected() as (first, second):
-        assert second.failure() is None
-        assert second.shared() == (None, "")
-        if not of_one_node:
-            first.share(a_run(RUN.root), going_on=True)
-            while (shared := second.shared()[0]) is None:  # torch's store does not wait until a message has come
-                time.sleep(0.01)
-            assert (Path(shared.root), shared.config, shared.going_on) == (RUN.root.resolve(), "config.yaml", True)
-            assert stat.S_IMODE(RUN.secret.stat().st_mode) == 0o600
-        for rendezvous in (first, second):
-            rendezvous.all_here()
-        second.store.set("where", "1 now")
-        while first.store.get("where") != "1 now":
-            time.sleep(0.01)
-        assert first.store.add("hang", "0")
-        while second.store.get("hang") != "0":
-            time.sleep(0.01)
-        assert not second.store.add("hang", "1")
-        assert first.dead_neighbour() is None
-        lost, raised = status(Kind.LOST, 0, 1.0), status(Kind.ERROR, 1, 2.0)
-        assert first.fail(lost)
-        assert second.fail(raised)  # explains the other, although it comes later
-        assert not first.fail(status(Kind.ERROR, 0, 3.0))
-        assert first.failure() == raised
-        leaving = threading.Thread(target=first.leave)
-        leaving.start()  # waits for the other, if the store is in its process
-        leaving.join(0.3)
-        assert leaving.is_alive() is not of_one_node
-        second.leave()
-        leaving.join(10)
-        assert not leaving.is_alive()
+    first, second = folders or connected()
+    assert second.failure() is None
+    assert second.shared() == (None, "")
+    if not of_one_node:
+        first.share(a_run(RUN.root), going_on=True)
+        until(lambda: second.shared()[0])  # torch's store does not wait until a message has come
+        shared, _ = second.shared()
+        assert (Path(shared.root), shared.config, shared.going_on) == (RUN.root.resolve(), "config.yaml", True)
+        assert stat.S_IMODE(RUN.secret.stat().st_mode) == 0o600
+    for rendezvous in (first, second):
+        rendezvous.all_here()
+    second.store.set("where", "1 now")
+    until(lambda: first.store.get("where") == "1 now")
+    assert first.store.add("hang", "0")
+    until(lambda: second.store.get("hang") == "0")
+    assert not second.store.add("hang", "1")
+    assert first.dead_neighbour() is None
+    lost, raised = status(Kind.LOST, 0, 1.0), status(Kind.ERROR, 1, 2.0)
+    assert first.fail(lost)
+    assert second.fail(raised)  # explains the other, although it comes later
+    assert not first.fail(status(Kind.ERROR, 0, 3.0))
+    assert first.failure() == raised
+    leaving = threading.Thread(target=first.leave)
+    leaving.start()  # waits for the other, if the store is in its process
+    leaving.join(0.3)
+    assert leaving.is_alive() is not of_one_node
+    second.leave()
+    leaving.join(10)
+    assert not leaving.is_alive()
 
 
 def test_a_stranger_in_the_store_is_not_listened_to() -> None:
-    with connected() as (first, second):
-        store = stranger(first)
-        theirs = a_run(Path("theirs"))
-        shared = {"root": str(theirs.root.resolve()), "config": "config.yaml", "sha256": "", "going_on": False}
-        for secret in (None, "guessed"):
-            if secret is not None:
-                theirs.secret.write_text(secret)
-                theirs.secret.chmod(0o600)
-            store.set("shared", "-" * 64 + json.dumps(shared))
-            found, problem = second.shared()
-            assert found is None
-            assert "output_dir" in problem
-        first.share(a_run(RUN.root), going_on=False)
-        known, _ = second.shared()
-        assert known is not None
-        for rendezvous in (first, second):
-            rendezvous.all_here()
-        for unsigned in ("", "-" * 64, "0" * 64):
-            store.set("where", unsigned + "1 now")
-            store.set("failed/cause", unsigned + status(Kind.ERROR, 1, 2.0).to_json())
-            assert second.store.get("where") is second.failure() is None
-        first.store.set("own/0", "1 now")
-        store.set("where", store.get("own/0"))  # signed, as something else
-        assert second.store.get("where") is None
-        assert first.fail(status(Kind.ERROR, 0, 3.0))
-        assert second.failure() == status(Kind.ERROR, 0, 3.0)
-        first.leave(patience=0.0)
+    first, second = connected()
+    store = stranger(first)
+    theirs = a_run(Path("theirs"))
+    shared = {"root": str(theirs.root.resolve()), "config": "config.yaml", "sha256": "", "going_on": False}
+    for secret in (None, "guessed"):
+        if secret is not None:
+            theirs.secret.write_text(secret)
+            theirs.secret.chmod(0o600)
+        store.set("shared", "-" * 64 + json.dumps(shared))
+        found, problem = second.shared()
+        assert found is None
+        assert "output_dir" in problem
+    first.share(a_run(RUN.root), going_on=False)
+    assert second.shared()[0] is not None
+    for rendezvous in (first, second):
+        rendezvous.all_here()
+    for unsigned in ("", "-" * 64, "0" * 64):
+        store.set("where", unsigned + "1 now")
+        store.set("failed/cause", unsigned + status(Kind.ERROR, 1, 2.0).to_json())
+        assert second.store.get("where") is second.failure() is None
+    first.store.set("own/0", "1 now")
+    store.set("where", store.get("own/0"))  # signed, as something else
+    assert second.store.get("where") is None
+    assert first.fail(status(Kind.ERROR, 0, 3.0))
+    assert second.failure() == status(Kind.ERROR, 0, 3.0)
+    first.leave(patience=0.0)
 
 
 def test_a_run_directory_that_another_node_does_not_see_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forgather_cli.launch.rank._SEES_DIRECTORY", 0.1)
-    with connected() as (first, second):
-        run = a_run(RUN.root)
-        first.share(run, going_on=False)
-        other = RankContext(Place(1, 2), rendezvous=second)
-        assert wait_for_start(other).run.root == RUN.root.resolve()
-        secret = run.secret.read_text()
-        for change, said in (
-            (
-                lambda: run.config.write_text("seed: 2"),
-                "output_dir: .*run of rank 0 is not what .* sees there; set out",
-            ),
-            (lambda: run.secret.write_text("other"), "output_dir: .*run of rank 0 is not what .* sees there; set out"),
-            (lambda: run.secret.chmod(0o644), "output_dir: .*mode 644.*; set it to .*FORGATHER_LAUNCH_SECRET"),
-            (run.secret.unlink, "output_dir: .*run of rank 0 is not what .* sees there; set output_dir to a"),
-        ):
-            change()
-            with pytest.raises(SetupError, match=said):
-                wait_for_start(other)
-        monkeypatch.setenv("FORGATHER_LAUNCH_SECRET", secret)
-        run.config.write_text("seed: 1")
-        assert wait_for_start(other).run.root == RUN.root.resolve()
+    first, second = connected()
+    run = a_run(RUN.root)
+    first.share(run, going_on=False)
+    other = RankContext(Place(1, 2), rendezvous=second)
+    assert wait_for_start(other).run.root == RUN.root.resolve()
+    secret = run.secret.read_text()
+    differs = "output_dir: .*run of rank 0 is not what .* sees there; set output_dir to a"
+    for change, said in (
+        (lambda: run.config.write_text("seed: 2"), differs),
+        (lambda: run.secret.write_text("other"), differs),
+        (lambda: run.secret.chmod(0o644), "output_dir: .*mode 644.*; set it to .*FORGATHER_LAUNCH_SECRET"),
+        (run.secret.unlink, differs),
+    ):
+        change()
+        with pytest.raises(SetupError, match=said):
+            wait_for_start(other)
+    monkeypatch.setenv("FORGATHER_LAUNCH_SECRET", secret)
+    run.config.write_text("seed: 1")
+    assert wait_for_start(other).run.root == RUN.root.resolve()
 
 
 # ------------------------------------------------------------------------------------------------------- a run of ours
@@ -386,9 +360,7 @@ def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
     with start("max_steps=100000", "save_strategy=no", *WATCHED) as job:
         job.read_until("step 3/")
         job.process.send_signal(signal.SIGUSR2)
-        until = time.monotonic() + 30
-        while "Current thread" not in RUN.rank_log(1).read_text() and time.monotonic() < until:
-            time.sleep(0.05)
+        until(lambda: "Current thread" in RUN.rank_log(1).read_text())
         for pid in (job.process.pid, *(int(Path(f"pid-{rank}").read_text()) for rank in range(2))):
             os.kill(pid, signal.SIGTERM)  # as Slurm and systemd do: to all of them, and it is one signal
         assert job.finish() == 75, job.output
@@ -415,25 +387,13 @@ def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
 
 def test_a_signal_before_ranks_have_begun_ends_them_with_the_launcher() -> None:
     with start("max_steps=10", cold=True) as job:
-        until = time.monotonic() + 60
-        while len(ranks := children(job.process.pid)) < 2 and time.monotonic() < until:
-            time.sleep(0.005)
+        until(lambda: len(children(job.process.pid)) >= 2, 0.005)
+        ranks = children(job.process.pid)
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 143, job.output
     assert job.lines[-2:] == ["", "ended at once by SIGTERM before the first step; there is no checkpoint"]
     assert ended().code == 143
     assert [pid for pid in ranks if is_running(pid)] == []
-
-
-def test_data_parallel_on_one_rank_trains_in_this_process(capsys: pytest.CaptureFixture[str]) -> None:
-    assert forgather("train", *SMALL, "trainer=ddp", "nproc_per_node=1", "max_steps=2") == 0
-    assert recorded_steps() == [1, 2]
-
-
-def test_dry_run_says_what_would_be_started(capsys: pytest.CaptureFixture[str]) -> None:
-    assert forgather("train", *SMALL, "trainer=ddp", "nproc_per_node=2", "--dry-run") == 0
-    assert "ranks           2 ranks, started by torchrun" in capsys.readouterr().out
-    assert not RUN.root.exists()
 
 
 # ------------------------------------------------------------------------------------------------- a world of others
@@ -444,8 +404,7 @@ def torchrun(options: str, *words: str) -> Process:
 
 
 def test_ranks_that_torchrun_has_started_join_and_its_restarts_go_on() -> None:
-    words = [word for word in SMALL if not word.startswith("output_dir")]
-    words += ["save_steps=4", "async_save=false", *fault("step-raise", after=6)]
+    words = [*SMALL[:-1], "save_steps=4", "async_save=false", *fault("step-raise", after=6)]
     with torchrun("--nproc-per-node=2 --max-restarts=1", "train", *words, "trainer=ddp", "max_steps=8") as job:
         assert job.finish() == 0, job.output
     assert job.output.count("training from step 0") == 1
@@ -468,29 +427,24 @@ def test_torchrun_on_two_hosts_trains_one_run() -> None:
     assert RUN.rank_log(1).exists()
 
 
-def test_a_world_of_one_may_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_trains_in_this_process_whatever_its_strategy_and_whoever_has_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert forgather("train", *SMALL, "trainer=ddp", "nproc_per_node=1", "max_steps=2") == 0
+    assert recorded_steps() == [1, 2]
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    assert forgather("train", *SMALL, "max_steps=2") == 0
-    assert recorded_steps() == [1, 2]
+    assert forgather("train", *SMALL, "max_steps=1", "overwrite_output_dir=true") == 0
+    assert recorded_steps() == [1]
 
 
 @contextmanager
 def slurm(*words: str) -> Iterator[list[Process]]:
-    port = str(free_port())
-    shared = {
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_TASKS_PER_NODE": "2",
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": port,
-    }
+    shared = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "MASTER_ADDR": "localhost",
+              "MASTER_PORT": str(free_port())}  # fmt: skip
+    tasks = [{**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in "01"]
     with ExitStack() as stack:
-        yield [
-            stack.enter_context(
-                Process("train", *SMALL, *words, env={**shared, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
-            )
-            for rank in range(2)
-        ]
+        yield [stack.enter_context(Process("train", *SMALL, *words, env=task)) for task in tasks]
 
 
 def test_a_failure_among_joined_ranks_is_told_by_the_rank_that_failed_and_ends_all() -> None:
@@ -526,7 +480,7 @@ def two_nodes(*words: str, other: Path | None = None, port: int | None = None) -
 
 
 def test_two_nodes_train_one_run_whoever_writes_into_their_store(tmp_path: Path) -> None:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+    from torch.distributed import TCPStore
 
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

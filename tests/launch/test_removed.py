@@ -6,19 +6,13 @@ import os
 import re
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import pytest
-from program import Process
+from program import Process, until
 from two_ranks import RUN, SMALL
 
 from forgather_cli.launch.exit_status import MISTAKE, from_error
-
-
-@pytest.fixture(autouse=True)
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def is_at_rest(pid: int) -> bool:
@@ -27,8 +21,7 @@ def is_at_rest(pid: int) -> bool:
     return all(thread.read_text().rpartition(")")[2].split()[0] in "TZX" for thread in threads)
 
 
-@pytest.mark.parametrize("words", [[], ["trainer=ddp", "nproc_per_node=2"]], ids=["single", "ddp"])
-@pytest.mark.parametrize("how", ["moved", "removed"])
+@pytest.mark.parametrize(("how", "words"), [("moved", []), ("removed", ["trainer=ddp", "nproc_per_node=2"])])
 def test_a_directory_that_goes_away_ends_the_run_with_one_message(how: str, words: list[str]) -> None:
     # that tensorboard's own thread has something to write just then is left out: it prints a traceback
     quiet = ["max_steps=1000", "save_steps=2", "eval_strategy=no", "logging_steps=500"]
@@ -39,8 +32,7 @@ def test_a_directory_that_goes_away_ends_the_run_with_one_message(how: str, word
         pids = [job.process.pid, *(int(pid) for task in tasks for pid in task.read_text().split())]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
-        while not all(map(is_at_rest, pids)):  # each thread stops when it is its turn
-            time.sleep(0.01)
+        until(lambda: all(map(is_at_rest, pids)))  # each thread stops when it is its turn
         os.rename("run", "elsewhere") if how == "moved" else shutil.rmtree("run")
         for pid in reversed(pids):
             os.kill(pid, signal.SIGCONT)
@@ -50,8 +42,6 @@ def test_a_directory_that_goes_away_ends_the_run_with_one_message(how: str, word
     assert re.search("^error: .*run: was removed", told)
     assert not RUN.root.exists()
 
-
-# ---------------------------------------------------------------------------------------------------------- descriptors
 
 LIMITED = """
 import os, resource, sys

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,29 +13,24 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from program import Process, forgather
+import tiny
+from program import SMALL as WORDS
+from program import Process, forgather, printed
 from two_ranks import SMALL, recorded_steps
 
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
-WORDS = [word for word in SMALL if not word.startswith("output_dir")]
-TWO_NODES = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=60"]
+TWO_NODES = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=20"]
 Script = Callable[..., str]
 
 
 @pytest.fixture
-def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
+def script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Script:
     """The file for the given words."""
-    monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
-    def printed(*words: str) -> str:
-        capsys.readouterr()
-        assert forgather("train", *words, "--print-sbatch") == 0
-        return capsys.readouterr().out
-
-    return printed
+    return lambda *words: printed(capsys, "train", *words, "--print-sbatch").out
 
 
 def options(script: str) -> dict[str, str]:
@@ -74,25 +68,17 @@ def test_slurm_reads_every_line_and_bash_runs_the_rest(script: Script) -> None:
     assert any(line.startswith("# module load") for line in lines[:first])
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_what_no_file_can_say(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
         (["--print-sbatch", "--time=5:00"], "--time: must be HH:MM:SS or D-HH:MM:SS"),
         (["--print-sbatch", "--time=00:09:59"], "--time: must be .* 10 minutes or more"),
         (["--time=01:00:00"], "--time: .*; add --print-sbatch"),
         (["--print-sbatch", "-m"], "--print-sbatch: .*; leave out --multirun"),
         (["--print-sbatch", "trainer=ddp", "device=cuda"], "nproc_per_node: .*; set those of a node"),
         (["--print-sbatch", "trainer=ddp", "max_restarts=1"], "max_restarts: .*Slurm.*; leave it out"),
-    ],
-)
-def test_what_no_file_can_say(
-    words: list[str], message: str, script: Script, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert forgather("train", *WORDS, *words) == 2
-    assert re.search(message, capsys.readouterr().err)
-
-
-# ------------------------------------------------------------------------------------------------- a simulated cluster
+    ):
+        assert forgather("train", *WORDS, *words) == 2
+        assert re.search(message, capsys.readouterr().err)
 
 
 class Slurm:
@@ -152,39 +138,25 @@ class Slurm:
 
 
 def test_a_job_saves_before_its_limit_and_goes_on_when_it_is_requeued(script: Script) -> None:
-    Path("slow.py").write_text(
-        "import pathlib, time\n"
-        "from forgather_cli.callbacks.base import TrainerCallback\n"
-        "class UntilToldOtherwise(TrainerCallback):\n"
-        "    def on_step_end(self, args, state, control, **kwargs):\n"
-        "        time.sleep(0 if pathlib.Path('quick').exists() else 0.1)\n"
-    )
-    words = [*WORDS, *TWO_NODES, "+callbacks.slow._target_=slow.UntilToldOtherwise"]
+    words = [*WORDS, *TWO_NODES, "+callbacks.slow={_target_: stalls.Slow, seconds: 0.3}"]
     slurm = Slurm(script(*words))
     assert slurm.options["nodes"] == "2"
     assert {"requeue", "signal"} <= slurm.options.keys()
-    assert slurm.run(signal_at="step 3/60") == 75
+    assert slurm.run(signal_at="step 3/20") == 75
     run = RunDir(Path(f"outputs/default/slurm-{slurm.number}"))
     assert slurm.requeued.read_text() == f"requeue {slurm.number}\n"
     stopped = read_exit_record(run)
-    assert stopped is not None
     assert (stopped.code, run.checkpoint_steps()) == (75, [stopped.step])
-    assert 3 <= stopped.step < 60
+    assert 3 <= stopped.step < 20
 
     Path("quick").touch()
     assert slurm.run() == 0
     assert slurm.requeued.read_text() == f"requeue {slurm.number}\n"
-    assert recorded_steps(run) == list(range(1, 61))
+    assert recorded_steps(run) == list(range(1, 21))
     with Process("train", *words, "nproc_per_node=2", "nnodes=1", "output_dir=undisturbed") as job:
         assert job.finish() == 0, job.output
-    losses = [
-        [json.loads(line)["loss"] for line in each.metrics.read_text().splitlines() if '"loss"' in line]
-        for each in (run, RunDir(Path("undisturbed")))
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-
-
-# ----------------------------------------------------------------------------------------- a signal while ranks start
+    found, undisturbed = (tiny.training_curve(root) for root in (run.root, Path("undisturbed")))
+    assert [loss for _, loss, _ in found] == pytest.approx([loss for _, loss, _ in undisturbed], rel=1e-6)
 
 
 def task(rank: int, *words: str, cold: bool = False, **variables: str) -> Process:
@@ -196,28 +168,14 @@ def task(rank: int, *words: str, cold: bool = False, **variables: str) -> Proces
     return Process(*words, cold=cold, env={**environment, **variables})
 
 
-def until(reached: Callable[[], bool], job: Process) -> None:
-    while not reached():
-        assert job.process.poll() is None, job.output
-        time.sleep(0.02)
-
-
 def handles_sigterm(pid: int) -> bool:
     """Whether a process has a handler by now."""
     caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.fixture
-def used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run with a checkpoint, of step 2."""
-    monkeypatch.chdir(tmp_path)
-    assert forgather("train", *SMALL, "max_steps=2") == 0
-    return RunDir(Path("run"))
-
-
 WAITS = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=4"]
-STEP_2 = "ended at once by SIGTERM before the first step; the newest checkpoint is step 2"
+ENDED = "ended at once by SIGTERM before the first step; the newest checkpoint is step 3"
 
 
 @pytest.mark.parametrize(
@@ -232,18 +190,17 @@ def test_a_signal_while_a_task_waits_for_the_one_that_has_the_run(used: RunDir, 
             nobody.accept()[0].close()
             job.process.send_signal(signal.SIGTERM)
             assert job.finish() == 75
-            assert STEP_2 in job.output
+            assert ENDED in job.output
 
 
 def test_a_signal_while_the_task_that_has_the_run_waits(used: RunDir) -> None:
     with task(0, "resume", "run", *WAITS) as job:
-        until(used.secret.exists, job)  # what to train is told
+        job.until(used.secret.exists)  # what to train is told
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 75
-        assert STEP_2 in job.output
+        assert ENDED in job.output
         assert job.lines[-1] == "forgather resume run"
     stopped = read_exit_record(used)
-    assert stopped is not None
     assert (stopped.state, stopped.code) == ("stopped", 75)
 
 
@@ -251,17 +208,16 @@ def test_a_signal_as_soon_as_a_task_hears_it(used: RunDir) -> None:
     """Before it has composed a config or imported torch. RANK and WORLD_SIZE are set by the script, as many do."""
     by_script = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     with task(0, "resume", "run", *WAITS, cold=True, **by_script) as job:
-        until(lambda: handles_sigterm(job.process.pid), job)
+        job.until(lambda: handles_sigterm(job.process.pid))
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 75
-        assert STEP_2 in job.output
+        assert ENDED in job.output
     assert not used.later_starts()
 
 
-def test_a_signal_while_tasks_of_a_fresh_run_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_signal_while_tasks_of_a_fresh_run_start() -> None:
     with task(0, "train", *SMALL, *WAITS) as job:
-        until(RunDir(Path("run")).secret.exists, job)
+        job.until(RunDir(Path("run")).secret.exists)
         job.process.send_signal(signal.SIGTERM)
         assert job.finish() == 128 + signal.SIGTERM
         assert "there is no checkpoint" in job.output

@@ -1,7 +1,8 @@
 """Losses in kernels of other packages: the calls, against modules that stand in for them, and what is refused.
 
 The real packages need Triton, a wheel of 280 MB, and their kernels a GPU. Where they are installed,
-``test_the_packages_give_the_gradients_of_plain_pytorch`` runs what of them runs on a CPU.
+``test_the_packages_give_the_gradients_of_plain_pytorch`` runs what of them runs on a CPU. Head and hidden states come
+to them as to ``linear_cross_entropy``, which the parity suite trains with under every strategy.
 """
 
 from __future__ import annotations
@@ -10,9 +11,8 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,25 +24,17 @@ import tiny
 import torch
 import torch.nn.functional as F
 from program import forgather
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forgather_cli.config.schema import (
     CutCrossEntropySettings,
-    DDPSettings,
-    FSDP2Settings,
     KernelLoss,
     LigerSettings,
-    PipelineSettings,
 )
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.loss import CutCrossEntropy, EvalMetrics, Liger, Loss, ModelWithLoss, build_loss
-from forgather_cli.models.decoder import Decoder
-from forgather_cli.models.init import init_parameters
-from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
-from forgather_cli.strategies.ddp import DataParallel
-from forgather_cli.strategies.fsdp2 import FullyShard
+from forgather_cli.strategies.base import Batch
 
 CPU = torch.device("cpu")
 STANDINS = Path(__file__).parents[1] / "standins"
@@ -174,66 +166,6 @@ def test_an_evaluation_counts_predictions_beside_them(standins: None) -> None:
         assert seen.correct == right
 
 
-# ------------------------------------------------------------------------------------------------------ several ranks
-
-
-def on_meta() -> Decoder:
-    with torch.device("meta"):
-        return Decoder(tiny.decoder_settings(tie_word_embeddings=True))
-
-
-def pipeline(loss: Loss) -> Strategy:
-    from forgather_cli.strategies.pipeline import Pipeline  # with torch.distributed.pipelining, on the ranks alone
-
-    return Pipeline.from_settings(PipelineSettings(n_microbatches=2), CPU, loss, None)
-
-
-STRATEGIES: dict[str, Callable[[Loss], Strategy]] = {
-    "ddp": lambda loss: DataParallel(CPU, loss, nullcontext, DDPSettings()),
-    "fsdp2": lambda loss: FullyShard(CPU, loss, FSDP2Settings(), None),
-    "pipeline": pipeline,
-}
-
-
-def trained() -> dict[str, tuple[float, dict[str, Tensor]]]:
-    """This rank's share of the loss, and its gradients, by strategy and loss."""
-    found, given = {}, batch_of_4()
-    with standing_in():
-        for name, make in STRATEGIES.items():
-            for kind in (Liger, CutCrossEntropy):
-                strategy = make(kind())
-                strategy.materialize(ModelSpec(on_meta, init=partial(init_parameters, seed=0)))
-                mine = slice(strategy.data_rank, None, strategy.data_size)
-                share = strategy.forward_backward([{k: v[mine] for k, v in given.items()}], targets(given))
-                parameters = [item for part in strategy.parts for item in part.named_parameters()]
-                grads = {n: getattr(p.grad, "full_tensor", lambda g=p.grad: g)() for n, p in parameters}
-                found[f"{name}, {kind.__name__}"] = (float(share), grads)
-    return found
-
-
-def batch_of_4() -> Batch:
-    samples = tiny.RandomTokens(4, ragged=True)
-    return {key: torch.stack([samples[n][key] for n in range(4)]) for key in ("input_ids", "labels")}
-
-
-def targets(given: Batch) -> Tensor:
-    return (given["labels"][:, 1:] != -100).sum().float()
-
-
-def test_ranks_get_the_gradients_of_one_device() -> None:
-    model, given = tiny.decoder(tie_word_embeddings=True), batch_of_4()
-    loss = ModelWithLoss(model, build_loss())(given) / targets(given)
-    loss.backward()
-    ranks = run_ranks(2, trained)
-    assert len(ranks[0]) == 6
-    for name in ranks[0]:
-        assert sum(rank[name][0] for rank in ranks) == pytest.approx(loss.item(), rel=1e-5)
-        grads = {key: grad for rank in ranks for key, grad in rank[name][1].items()}
-        assert grads.keys() == dict(model.named_parameters()).keys()
-        for key, p in model.named_parameters():
-            torch.testing.assert_close(grads[key], p.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-
-
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
@@ -265,26 +197,14 @@ def test_fp32_is_refused_where_the_backward_is_a_kernel(standins: None) -> None:
         ("cut_cross_entropy", "cut_cross_entropy", "loss=cut_cross_entropy: needs the package cut-cross-entropy; pip"),
     ],
 )
+@pytest.mark.usefixtures("standins", "own_directory")
 def test_a_missing_package_is_named_with_the_command_before_anything_starts(
-    standins: None,
-    option: str,
-    missing: str,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capfd: pytest.CaptureFixture[str],
+    option: str, missing: str, message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    monkeypatch.chdir(tmp_path)
     assert forgather("train", "model=nano", "data=synthetic", f"loss={option}", "output_dir=run") == 2
     assert message in capfd.readouterr().err
-    assert not any(tmp_path.iterdir())
-
-
-def test_a_missing_package_is_named_where_a_loss_is_made(standins: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cut_cross_entropy", None)
-    with pytest.raises(SetupError, match="needs the package cut-cross-entropy; pip install 'forgather"):
-        build_loss(CutCrossEntropySettings())
+    assert not any(Path().iterdir())
 
 
 # ---------------------------------------------------------------------------------------------------- the real packages
@@ -312,14 +232,9 @@ def compare(package: str) -> None:
     signature = inspect.signature(getattr(import_module(module), name))
     if package == "liger_kernel":
         for options in LIGER:
-            for bias in (False, True):
-                model = Head(bias=bias)
-                assert_equal(results(Liger(**options), model, batch()), defined(model, batch(), **options))
-                model.hidden.requires_grad_(False)
-                assert_equal(results(Liger(**options), model, batch()), defined(model, batch(), **options))
-        assert not any(t.any() for t in results(Liger(), Head(), batch(ignored=1.0)))
+            model = Head(bias=True)
+            assert_equal(results(Liger(**options), model, batch()), defined(model, batch(), **options))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert_equal(results(Liger(), Head(bias=True), batch()), defined(Head(bias=True), batch()), near=0.01)
             found = results(Liger(), Head(), batch())
     else:
         assert_equal(results(CutCrossEntropy(), Head(), batch()), defined(Head(), batch()))

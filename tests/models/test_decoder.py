@@ -22,13 +22,8 @@ V = 101
 
 
 def small(**changes: Any) -> DecoderSettings:
-    base: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
-    return resolve_decoder(DecoderSettings(**{**base, **changes}), vocab_size=V, seq_len=32)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, **changes}
+    return resolve_decoder(DecoderSettings(**shape), vocab_size=V, seq_len=32)
 
 
 def decoder(seed: int = 0, **changes: Any) -> Decoder:
@@ -68,14 +63,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dynamic-beyond": {"rope_scaling": RopeScaling(rope_type="dynamic", factor=3.0), "max_position_embeddings": 10},
     "yarn": {"rope_scaling": YARN, "max_position_embeddings": 64},
     "yarn-mscale": {
-        "rope_scaling": RopeScaling(
-            rope_type="yarn",
-            factor=4.0,
-            original_max_position_embeddings=50,
-            mscale=0.7,
-            mscale_all_dim=0.4,
-            truncate=False,
-            beta_fast=8.0,
+        "rope_scaling": dataclasses.replace(
+            YARN, original_max_position_embeddings=50, mscale=0.7, mscale_all_dim=0.4, truncate=False, beta_fast=8.0
         ),
         "rope_theta": 100.0,  # so that truncation moves the ramp
         "max_position_embeddings": 200,
@@ -107,7 +96,6 @@ def test_logits_and_every_gradient_equal_transformers(name: str) -> None:
     gradients = {n: p.grad for n, p in theirs.named_parameters()}
     assert gradients.keys() == {n for n, _ in ours.named_parameters()}
     for n, p in ours.named_parameters():
-        assert p.grad is not None
         scale = gradients[n].abs().max()
         torch.testing.assert_close(
             p.grad / scale, gradients[n] / scale, rtol=1e-5, atol=1e-5, msg=lambda m, n=n: f"{n}: {m}"
@@ -168,13 +156,6 @@ def test_cached_logits_equal_uncached(name: str, padded: bool) -> None:
 
 
 @torch.no_grad()
-def test_dynamic_rope_leaves_the_cache_empty() -> None:
-    model, cache = decoder(**SHAPES["dynamic-beyond"]), KVCache()
-    torch.testing.assert_close(model(ids(), cache=cache), model(ids()), rtol=0, atol=0)
-    assert cache.length == 0
-
-
-@torch.no_grad()
 def test_cache_grows_past_its_first_capacity() -> None:
     model, tokens, cache = decoder(), ids(1, 300), KVCache()
     for start in range(0, 300, 60):
@@ -194,17 +175,6 @@ def test_dropouts_act_in_training_only() -> None:
     for off in ("attention_dropout", "residual_dropout"):
         model = decoder(**{"attention_dropout": 0.5, "residual_dropout": 0.5, off: 0.0}).train()
         assert not torch.allclose(model(ids()), model(ids())), off
-
-
-def test_part_of_the_model_keeps_names_and_continues_hidden_states() -> None:
-    whole, tokens = decoder(num_hidden_layers=3), ids()
-    first, second = copy.deepcopy(whole), copy.deepcopy(whole)
-    del first.model.layers["1"], first.model.layers["2"], second.model.layers["0"]
-    first.model.norm = first.lm_head = second.model.embed_tokens = None
-    torch.testing.assert_close(second(first(tokens)), whole(tokens), rtol=0, atol=0)
-    names = set(first.state_dict()) | set(second.state_dict())
-    assert names == set(whole.state_dict())
-    assert "model.layers.2.mlp.up_proj.weight" in second.state_dict()
 
 
 def test_bf16_autocast_stays_near_fp32_and_norms_stay_fp32() -> None:
@@ -303,10 +273,7 @@ def test_resolving_fills_every_null() -> None:
         ({"hidden_size": 30}, r"model\.hidden_size: must be a multiple of model\.num_attention_heads=4, got 30"),
         ({"num_key_value_heads": 3}, r"model\.num_key_value_heads: must divide model\.num_attention_heads=4, got 3"),
         ({"head_dim": 7}, r"model\.head_dim: .* even head size, got 7"),
-        (
-            {"qk_norm": True, "mlp_bias": True},
-            r"model\.qk_norm=true, model\.mlp_bias=true: no Hugging Face architecture",
-        ),
+        ({"qk_norm": True, "mlp_bias": True}, r"model\.qk_norm=true, model\.mlp_bias=true: no Hugging Face"),
         ({"sliding_window": 4, "mlp_bias": True}, r"model\.sliding_window=4, model\.mlp_bias=true: no Hugging Face"),
         ({"attention_output_bias": True}, r"model\.attention_output_bias=true: no Hugging Face architecture"),
     ],

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from chats import write_model
 from paired import mixture, model
 
 from forgather_cli.config.load import load_config
@@ -21,14 +25,8 @@ transformers = pytest.importorskip("transformers")
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 directory, made by transformers."""
-    torch.manual_seed(0)
-    config = transformers.Qwen3Config(
-        vocab_size=70, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True,
-    )  # fmt: skip
-    made = transformers.Qwen3ForCausalLM(config)
-    path: Path = tmp_path_factory.mktemp("qwen3")
-    made.save_pretrained(path)
+    path = tmp_path_factory.mktemp("qwen3")
+    write_model(path, "qwen3", 70, head_dim=16, max_position_embeddings=64, tie_word_embeddings=True)
     return path
 
 
@@ -102,66 +100,25 @@ def test_packed_examples_are_as_if_alone() -> None:
     assert int((packed["labels"] != -100).sum()) == sum(len(each.target) for each in examples)
 
 
-def test_generation_with_and_without_a_cache_writes_the_same() -> None:
-    ours = model()
-    inputs = prompt_inputs(ours, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 0)
-    ids, mask, encoder_inputs = inputs
-
-    def logits(batch: dict[str, torch.Tensor], *, last_only: bool, cache: object) -> torch.Tensor:
-        return model_logits(ours, batch, last_only=last_only, cache=cache)
-
-    def written(**options: object) -> torch.Tensor:
-        return generate(logits, ids, mask, encoder_inputs=encoder_inputs, max_new_tokens=12, **options)  # type: ignore[arg-type]
-
-    assert torch.equal(written(do_sample=False), written(do_sample=False, use_cache=False))
-    assert torch.equal(written(), written(use_cache=False))
-    beams = written(do_sample=False, num_beams=3, eos_token_id=1)
-    assert torch.equal(beams, written(do_sample=False, num_beams=3, eos_token_id=1, use_cache=False))
-    alone = prompt_inputs(ours, [[4]], 0)
-    one = generate(logits, alone[0], encoder_inputs=alone[2], max_new_tokens=12, do_sample=False)
-    assert torch.equal(one[0], written(do_sample=False)[1])
-
-
-def test_the_class_that_is_written_generates_the_same_with_a_cache() -> None:
-    from forgather_cli.models.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
-
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
-    special = {"pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 63}
-    theirs = Qwen3ForSeq2SeqLM(Qwen3EncDecConfig(vocab_size=64, **shape, **heads, **special)).eval()
-    generator = torch.Generator().manual_seed(0)
-    for parameter in theirs.parameters():  # so large that no text repeats one token
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
-    ids = torch.randint(1, 60, (2, 9), generator=generator)
-    for beams in (1, 3):
-        cached, whole = (
-            theirs.generate(ids, max_new_tokens=12, do_sample=False, num_beams=beams, use_cache=cached)
-            for cached in (True, False)
-        )
-        assert len(whole.unique()) > 4
-        assert torch.equal(cached, whole)
-
-
-def test_beams_of_the_decoder_are_those_of_transformers(tmp_path: Path) -> None:
+def test_texts_of_the_decoder_are_those_of_the_class_that_is_written_with_a_cache_and_without(tmp_path: Path) -> None:
     from forgather_cli.models.modeling_qwen3_encdec import Qwen3EncDecConfig, Qwen3ForSeq2SeqLM
     from forgather_cli.models.pretrained import write_model_files
 
-    ours = model(initializer_range=0.3)
+    ours = model(initializer_range=0.3)  # so large that no text repeats one token
     write_model_files(ours, None, tmp_path)
     theirs = Qwen3ForSeq2SeqLM(Qwen3EncDecConfig.from_pretrained(tmp_path)).eval()
     theirs.load_state_dict(ours.state_dict(), strict=False)
-    begin, _, encoder_inputs = prompt_inputs(ours, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 2)
-    assert encoder_inputs is not None
-
-    def logits(batch: dict[str, torch.Tensor], *, last_only: bool, cache: object) -> torch.Tensor:
-        return model_logits(ours, batch, last_only=last_only, cache=cache)
-
-    ends = [*range(10, 40)]
-    rules = {"num_beams": 3, "do_sample": False, "max_new_tokens": 12, "min_new_tokens": 3, "eos_token_id": ends}
-    made = generate(logits, begin, encoder_inputs=encoder_inputs, pad_token_id=2, **rules)  # type: ignore[arg-type]
-    expected = theirs.generate(**encoder_inputs, decoder_start_token_id=2, pad_token_id=2, use_cache=False, **rules)
-    assert made.tolist() == expected.tolist()
+    begin, mask, encoder_inputs = prompt_inputs(ours, [[1, 2, 3], [4], [5, 6, 7, 8, 9]], 2)
+    rules = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 3, "eos_token_id": [*range(10, 40)],
+             "pad_token_id": 2}  # fmt: skip
+    for beams, cached in itertools.product((1, 3), (True, False)):
+        chosen = {**rules, "num_beams": beams, "use_cache": cached}
+        made = generate(partial(model_logits, ours), begin, mask, encoder_inputs=encoder_inputs, **chosen)
+        assert made.tolist() == theirs.generate(**encoder_inputs, decoder_start_token_id=2, **chosen).tolist()
     assert len({row.index(2, 1) if 2 in row[1:] else 13 for row in made.tolist()}) > 1
+    alone, _, inputs = prompt_inputs(ours, [[4]], 2)
+    one = generate(partial(model_logits, ours), alone, encoder_inputs=inputs, **chosen)[0].tolist()
+    assert one == made[1].tolist()[: len(one)]
 
 
 def test_other_sources_are_refused(source: Path, tmp_path: Path) -> None:
@@ -177,18 +134,23 @@ def test_other_sources_are_refused(source: Path, tmp_path: Path) -> None:
         model(init_from=str(tmp_path / "windowed"))
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["model=qwen3_encdec", "data=ul2", "trainer=pipeline"], r"trainer: pipeline .*choose trainer=fsdp2 or ddp"),
-        (["model=qwen3_encdec"], r"data: model=qwen3_encdec .*choose data=ul2"),
-        (["data=ul2"], r"model: data=ul2 .*choose model=qwen3_encdec"),
-        (["model=qwen3_encdec", "data=ul2", "pack_encoder=64"], r"pack_encoder: must hold .*max_encoder_length"),
-        (["model=qwen3_encdec", "data=ul2", "ul2_task_weights=[1.0]"], r"ul2_task_weights: .*give 5"),
-        (["model=qwen3_encdec", "data=ul2", "data.files=[a]"], r"files: nothing reads it with source=python_stdlib"),
-        (["model=qwen3_encdec", "data=ul2", "cross_attention=self"], r"cross_attention: .*set model\.init_from=DIR"),
-    ],
-)
-def test_what_does_not_go_together_is_one_message(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(None, words)
+def test_what_does_not_go_together_is_told_at_once() -> None:
+    wrong = ["trainer=pipeline", "pack_encoder=64", "ul2_task_weights=[1.0]", "data.files=[a]", "cross_attention=self"]
+    for words, messages in (
+        (["model=qwen3_encdec"], [r"data: model=qwen3_encdec .*choose data=ul2"]),
+        (["data=ul2"], [r"model: data=ul2 .*choose model=qwen3_encdec"]),
+        (
+            ["model=qwen3_encdec", "data=ul2", *wrong],
+            [
+                r"trainer: pipeline .*choose trainer=fsdp2 or ddp",
+                r"pack_encoder: must hold .*max_encoder_length",
+                r"ul2_task_weights: .*give 5",
+                r"files: nothing reads it with source=python_stdlib",
+                r"cross_attention: .*set model\.init_from=DIR",
+            ],
+        ),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load_config(None, words)
+        for message in messages:
+            assert re.search(message, str(caught.value))

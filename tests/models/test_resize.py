@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_models import SHAPE, by_hand, load_theirs, train
+from chats import write_model
+from hf_models import assert_as_by_hand, load_theirs, newest_model, train
 from parity import LAYOUTS, Result, assert_near, assert_parity, checkpoint_tensors
 from torch import Tensor
 
-from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import PretrainedSettings, TransformersSettings
-from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.errors import ModelError
 from forgather_cli.inference.source import load_source
 from forgather_cli.models.build import build_model, initialize
-from forgather_cli.models.hf.build import library
 from forgather_cli.models.init import allocate
 from forgather_cli.models.resize import NOISE, grown_vocabulary, new_rows
 from forgather_cli.run_dir import RunDir
@@ -25,18 +23,6 @@ from forgather_cli.run_dir import RunDir
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 OLD, TOKENS, NEW = 250, 257, 264  # rows of the model, tokens of data.tokenizer=bytes, a multiple of 8
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-def saved(path: Path, model_type: str = "llama", **settings: Any) -> Path:
-    """A small model of transformers with a vocabulary that lacks some bytes."""
-    torch.manual_seed(0)
-    shape = {key: int(value) for key, value in (pair.split(": ") for pair in SHAPE.split(", "))}
-    config = library().AutoConfig.for_model(model_type, **{**shape, "vocab_size": OLD, **settings})
-    library().AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return path
-
-
-# -------------------------------------------------------------------------------------------------------- the new rows
 
 
 def test_new_rows_stand_at_the_mean_and_apart() -> None:
@@ -47,36 +33,21 @@ def test_new_rows_stand_at_the_mean_and_apart() -> None:
     assert rows.equal(new_rows(weight, 400, name="a", seed=1))
     assert not rows.equal(new_rows(weight, 400, name="b", seed=1))
     assert not rows.equal(new_rows(weight, 400, name="a", seed=2))
-
-
-def test_new_rows_keep_dtype_and_shape() -> None:
-    rows = new_rows(torch.ones(5, 4, dtype=torch.bfloat16), 2)
-    assert rows.dtype == torch.bfloat16
-    assert rows.equal(torch.ones(2, 4, dtype=torch.bfloat16))
+    assert new_rows(ones := torch.ones(5, 4, dtype=torch.bfloat16), 2).equal(ones[:2])
     assert new_rows(torch.arange(5.0), 3).shape == (3,)
 
 
-@pytest.mark.parametrize(
-    ("rows", "tokens", "multiple", "expected"), [(250, 257, None, 257), (250, 257, 64, 320), (300, 257, None, 300)]
-)
-def test_a_vocabulary_grows_and_never_shrinks(rows: int, tokens: int, multiple: int | None, expected: int) -> None:
+@pytest.mark.parametrize(("rows", "multiple", "expected"), [(250, None, 257), (250, 64, 320), (300, None, 300)])
+def test_a_vocabulary_grows_and_never_shrinks(rows: int, multiple: int | None, expected: int) -> None:
     option = PretrainedSettings(path="x", resize_vocabulary=True, pad_vocab_to_multiple_of=multiple)
-    assert grown_vocabulary(option, rows, tokens=tokens) == expected
+    assert grown_vocabulary(option, rows, tokens=TOKENS) == expected
 
 
 def test_without_being_told_to_a_model_is_not_resized(tmp_path: Path) -> None:
-    path = str(saved(tmp_path))
-    for option in (PretrainedSettings(path=path), TransformersSettings(path=path)):
+    write_model(tmp_path, "llama", OLD)
+    for option in (PretrainedSettings(path=str(tmp_path)), TransformersSettings(path=str(tmp_path))):
         with pytest.raises(ModelError, match=r"data\.tokenizer: has 257 tokens, .* only 250; set model\.resize_vocab"):
             build_model(option, vocab_size=TOKENS, seq_len=16)
-
-
-def test_a_multiple_without_resizing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"pad_vocab_to_multiple_of: nothing reads it with resize_vocabulary=false"):
-        load_config(None, ["model=pretrained", "model.path=x", "pad_vocab_to_multiple_of=8"])
-
-
-# ------------------------------------------------------------------------------------------------------------- training
 
 
 def grown(path: Path) -> list[str]:
@@ -93,18 +64,15 @@ def grown(path: Path) -> list[str]:
 def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     kinds = {"tied": {"tie_word_embeddings": True, "num_hidden_layers": 4}, "untied": {}}
-    return {name: saved(folder / name, **settings) for name, settings in kinds.items()}
+    for name, settings in kinds.items():
+        write_model(folder / name, "llama", OLD, **settings)
+    return {name: folder / name for name in kinds}
 
 
 @pytest.fixture(scope="module")
 def runs(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    """Both on one device."""
     folder = tmp_path_factory.mktemp("runs")
     return {name: train(LAYOUTS["single"], grown(path), folder / name) for name, path in directories.items()}
-
-
-def last(run: Result) -> Path:
-    return RunDir(run.path).checkpoint(RunDir(run.path).checkpoint_steps()[-1]) / "model"
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
@@ -119,23 +87,16 @@ def test_old_rows_are_kept_and_new_ones_added(kind: str, directories: dict[str, 
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_it_trains_as_a_plain_loop_does_and_transformers_loads_it(kind: str, runs: dict[str, Result]) -> None:
-    run = runs[kind]
-    ends = load_theirs(last(run))
-    assert json.loads((last(run) / "config.json").read_text())["vocab_size"] == NEW
-    theirs = library().AutoModelForCausalLM.from_config(ends.config)
-    theirs.get_input_embeddings().padding_idx = None  # of config.json: the end token, whose row is to be trained
-    theirs.load_state_dict(run.begin, strict=False)
-    losses, norms = by_hand(theirs, run.samples)
-    assert_near(run.losses, losses, "loss")
-    assert_near(run.norms, norms, "gradient norm")
-    ids = torch.arange(30, 46)[None]
-    torch.testing.assert_close(ends(ids).logits, theirs.eval()(ids).logits, rtol=1e-5, atol=1e-5)
+    run, ids = runs[kind], torch.arange(30, 46)[None]
+    assert_as_by_hand(run, ids, trains_padding=True)
+    ends = load_theirs(newest_model(run.path))
+    assert ends.config.vocab_size == NEW
     torch.testing.assert_close(load_source(run.path, device="cpu").model(ids), ends(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     ("kind", "layout"),
-    [("tied", "ddp 2"), ("tied", "fsdp2 2"), ("tied", "1F1B 2"), ("tied", "ZBVZeroBubble 2"), ("untied", "fsdp2 2")],
+    [("tied", "ddp 2"), ("tied", "ZBVZeroBubble 2"), ("untied", "fsdp2 2")],
 )
 def test_every_strategy_begins_and_learns_alike(
     kind: str, layout: str, directories: dict[str, Path], runs: dict[str, Result], tmp_path: Path
@@ -157,19 +118,15 @@ def test_a_resized_tied_model_goes_on_in_other_layouts(
     assert_near(found.losses, runs["tied"].losses, "loss")
 
 
-# -------------------------------------------------------------------------------------------------- model=transformers
-
-
 @pytest.mark.parametrize("model_type", ["llama", "mixtral"])
 def test_a_model_of_transformers_grows_too(model_type: str, tmp_path: Path) -> None:
     settings = {"num_local_experts": 4} if model_type == "mixtral" else {"tie_word_embeddings": True}
-    path = saved(tmp_path, model_type, **settings)
-    option = TransformersSettings(path=str(path), resize_vocabulary=True, pad_vocab_to_multiple_of=8)
+    stored = write_model(tmp_path, model_type, OLD, **settings)
+    option = TransformersSettings(path=str(tmp_path), resize_vocabulary=True, pad_vocab_to_multiple_of=8)
     with torch.device("meta"):
         model: Any = build_model(option, vocab_size=TOKENS, seq_len=16)
     allocate(model, "cpu")
     initialize(option, model, 42)
-    stored = load_theirs(path)
     rows = model.get_parameter(EMBEDDING)
     assert rows[:OLD].equal(stored.get_parameter(EMBEDDING))
     assert rows[OLD:].equal(new_rows(stored.get_parameter(EMBEDDING), NEW - OLD, name=EMBEDDING, seed=42))

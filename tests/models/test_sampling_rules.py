@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -35,13 +36,9 @@ def both(models: Any, seed: int = 0, *, expect: bool = True, **options: Any) -> 
     """What ours and theirs write to the prompts as one batch, both with draws of torch's generator from ``seed``."""
     ours, theirs = models
     ids, mask = left_padded(PROMPTS, PAD)
-
-    def logits(batch: dict[str, Tensor], *, last_only: bool, cache: Any) -> Tensor:
-        return model_logits(ours, batch, last_only=last_only, cache=cache)
-
     options = {"do_sample": False, "max_new_tokens": 16, "eos_token_id": ENDS, "pad_token_id": PAD, **options}
     torch.manual_seed(seed)
-    made = generate(logits, ids, mask, generator=torch.default_generator, **options)
+    made = generate(partial(model_logits, ours), ids, mask, generator=torch.default_generator, **options)
     if not expect:
         return made, made
     torch.manual_seed(seed)
@@ -55,6 +52,7 @@ RULES: dict[str, dict[str, Any]] = {
     "plain": {},
     "one_end": {"eos_token_id": 9},
     "no_end": {"eos_token_id": None},
+    "no_pad": {"pad_token_id": None},
     "min_new_tokens": {"min_new_tokens": 9},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2, "max_new_tokens": 30},
     "repetition_penalty": {"repetition_penalty": 1.4},

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
 import pytest
 from diloco.client import serving
-from program import Process, forgather
+from program import Process, document, forgather
 
 RECIPE = (
     "model=nano", "model.hidden_size=128", "model.num_hidden_layers=3", "optimizer=adamw", "learning_rate=2e-3",
@@ -18,10 +17,7 @@ RECIPE = (
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
-    capsys.readouterr()
-    assert forgather("plan", *RECIPE, *words, "--json") == 0
-    found: dict[str, object] = json.loads(capsys.readouterr().out)["diloco"]
-    return found
+    return document(capsys, "plan", *RECIPE, *words)["diloco"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from forgather_cli.config.load import load_config
 from forgather_cli.data.build import load_data
-from forgather_cli.errors import ConfigError
 from forgather_cli.inference.source import load_source
 from forgather_cli.models.build import build_model, construct, fill
 from forgather_cli.models.decoder import Decoder
@@ -66,7 +65,6 @@ def own(layout: str) -> tuple[str, ...]:
 def fresh() -> Decoder:
     """What the run starts with: drawn in fp32, rounded once."""
     model = build_model(composed_of(BASE).model, vocab_size=257, seq_len=16)
-    assert isinstance(model, Decoder)
     init_parameters(model, 42)
     return model.to(BF16)
 
@@ -176,45 +174,21 @@ def test_another_layout_goes_on_from_the_same_bits(tmp_path: Path, writer: str, 
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [
-        ("loss=linear_cross_entropy", "chunk_size=20"),
-        ("gradient_checkpointing=true",),
-        ("fuse_optim_with_backward=true", "max_grad_norm=null"),
-    ],
-    ids=lambda settings: settings[0],
+    "settings", [("loss=linear_cross_entropy", "chunk_size=20"), ("gradient_checkpointing=true",)], ids=" ".join
 )
 def test_other_ways_to_the_same_gradients(settings: tuple[str, ...]) -> None:
     found, expected = whole("single", *own("single"), *settings), placed("single")
-    if "max_grad_norm=null" in settings:
-        expected = whole("single", *own("single"), "max_grad_norm=null")
     assert furthest(found.losses, expected.losses) <= apart()["loss"]
     assert furthest(found.norms, expected.norms) <= apart()["norm"]
 
 
-OPTIMIZERS = {
-    "sgd": ("optimizer=sgd", "optimizer.momentum=0.9", "learning_rate=0.1"),
-    "muon": ("optimizer=muon", "learning_rate=1e-2"),
-    "adafactor": ("optimizer=adafactor", "learning_rate=0.1"),
-}
-
-
-@pytest.mark.parametrize("optimizer", ["adafactor", *_full("muon", "sgd")])
-def test_every_optimizer_learns_as_it_does_in_fp32(optimizer: str) -> None:
-    settings = (*own("single"), *OPTIMIZERS[optimizer], "max_steps=20", "eval_steps=20")
+@pytest.mark.full
+def test_adafactor_learns_as_it_does_in_fp32() -> None:
+    settings = (*own("single"), "optimizer=adafactor", "learning_rate=0.1", "max_steps=20", "eval_steps=20")
     found, expected = whole("single", *settings), whole("single", *settings, "precision=fp32")
     learned = expected.losses[0] - expected.losses[-1]
     assert learned > 0.3, "the steps are large enough to show"
     assert found.losses[-1] == pytest.approx(expected.losses[-1], abs=0.03 * learned)
-
-
-def test_half_precisions_learn_as_bf16_autocast_does() -> None:
-    long = (*own("single"), "max_steps=40", "eval_steps=40", "learning_rate=5e-3")
-    names = ("bf16", "bf16_true", "fp16")
-    losses = {name: whole("single", *long, f"precision={name}").eval_losses[-1] for name in names}
-    assert losses["bf16"] < 2.5, "of 5.5 at the start"
-    for name in names[1:]:
-        assert losses[name] == pytest.approx(losses["bf16"], rel=0.01)
 
 
 def test_moments_follow_weights_into_another_precision(tmp_path: Path) -> None:
@@ -252,11 +226,3 @@ def test_checkpoints_are_bf16_models_of_transformers(tmp_path: Path) -> None:
     fill(config, torch.device("cpu"), model, 0)
     saved = placed("fsdp2 2").tensors(8)
     assert all(torch.equal(parameter, saved[name]) for name, parameter in model.named_parameters())
-
-
-def test_fp16_compression_is_refused() -> None:
-    words = ["precision=bf16_true", "trainer=ddp", "comm_hook=fp16_compress"]
-    with pytest.raises(ConfigError, match="comm_hook: fp16_compress makes gradients of precision=bf16_true no smaller"):
-        load_config(None, words)
-    with pytest.raises(ConfigError, match="param_dtype: fp32 contradicts precision=bf16_true"):
-        load_config(None, ["precision=bf16_true", "trainer=fsdp2", "param_dtype=fp32"])

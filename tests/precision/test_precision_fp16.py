@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tiny
 import torch
 import torch.nn.functional as F
 from parity import LAYOUTS, Result, corpus, go_on, scratch, train
-from ranks import run_ranks
 from torch import Tensor, nn
 
 from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.checkpoint.load import Reader
-from forgather_cli.config.load import load_config
-from forgather_cli.config.schema import FP16Settings
 from forgather_cli.errors import ConfigError, DivergenceError
-from forgather_cli.precision.scaling import LossScaler
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.build import build_strategy
 
@@ -36,23 +33,16 @@ class Seen(TrainerCallback):
     """Batches, losses, norms and scales of every step."""
 
     def __init__(self) -> None:
-        self.batches: list[list[dict[str, Tensor]]] = []
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.scales: list[float] = []
         self.updates: list[int] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        strategy = kwargs["trainer"].strategy
-        inner = strategy.forward_backward
+        self.batches = tiny.note_batches(kwargs["trainer"].strategy)
 
-        def noting(microbatches: Any, step_targets: Tensor) -> Tensor:
-            self.scales.append(kwargs["trainer"].run.scaler.scale)
-            self.batches.append([])
-            share: Tensor = inner(_Noted(microbatches, self.batches[-1]), step_targets)
-            return share
-
-        strategy.forward_backward = noting
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.scales.append(kwargs["trainer"].run.scaler.scale)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.updates.append(state.global_step)
@@ -62,34 +52,13 @@ class Seen(TrainerCallback):
         self.norms.append(float(kwargs["grad_norm"]))
 
 
-class _Noted:
-    def __init__(self, microbatches: Any, into: list[dict[str, Tensor]]) -> None:
-        self._microbatches, self._into = microbatches, into
-
-    def __len__(self) -> int:
-        return len(self._microbatches)
-
-    def __iter__(self) -> Any:
-        for batch in self._microbatches:
-            self._into.append(batch)
-            yield batch
-
-
-class Plain(NamedTuple):
-    losses: list[float]
-    norms: list[float]
-    scales: list[float]
-    updates: list[int]
-    model: nn.Module
-
-
 LR, WARMUP, CLIP = 1e-2, 4, 0.5
 
 
-def plain(batches: list[list[dict[str, Tensor]]]) -> Plain:
+def plain(batches: list[list[dict[str, Tensor]]]) -> SimpleNamespace:
     """The same steps with torch's GradScaler: ragged micro-batches, one division by the targets of the step."""
     model = tiny.decoder()
-    found = Plain([], [], [], [], model)
+    found = SimpleNamespace(losses=[], norms=[], scales=[], updates=[], model=model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARMUP))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=3)
@@ -158,23 +127,6 @@ def assert_logged(history: list[dict[str, float]], seen: Seen, skipped: set[int]
         assert ("grad_norm" in record) == ("max_grad_norm" in record) == (step not in skipped)
         if step not in skipped:
             assert record["grad_norm"] == pytest.approx(seen.norms[step])
-
-
-def test_scale_and_its_growth_are_grad_scalers() -> None:
-    ours = LossScaler(FP16Settings(init_scale=2.0**20, growth_interval=2))
-    theirs = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=2)
-    parameter = nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter], lr=0.0)
-    for value in (1.0, float("inf"), 1.0, 1.0, 1.0, float("nan"), 1.0, float("inf"), float("-inf"), 1.0, 1.0, 1.0):
-        theirs.scale((parameter * value).sum()).backward()
-        theirs.step(optimizer)
-        theirs.update()
-        optimizer.zero_grad()
-        assert ours.overflowed(torch.tensor(abs(value))) == (value != 1.0)
-        assert ours.scale == theirs.get_scale()
-        again = LossScaler(FP16Settings())
-        again.load_state_dict(ours.state_dict())
-        assert again.state_dict() == ours.state_dict()
 
 
 # -------------------------------------------------------------------------------------------------- strategies, resume
@@ -265,70 +217,11 @@ def test_gradients_that_always_overflow_end_the_run(tmp_path: Path) -> None:
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters()), "no overflow was applied"
 
 
-def skips(path: Path) -> tuple[list[float], list[int], list[Tensor]]:
-    """Scales, updates and weights of this rank, of 6 steps that begin with overflows."""
-    seen = Seen()
-    trainer = "trainer=fsdp2" if "fsdp2" in path.name else "trainer=ddp"
-    arguments = tiny.config(
-        path, "precision=fp16", *HIGH, trainer, "save_strategy=no", "eval_strategy=no", "max_steps=6"
-    )
-    made = Trainer(tiny.decoder(), arguments, train_dataset=tiny.RandomTokens(ragged=True), callbacks=[seen])
-    made.train()
-    weights = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in made.model.parameters()]
-    return seen.scales, seen.updates, [w.detach().clone() for w in weights]
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_ranks_skip_the_same_steps(tmp_path: Path, strategy: str) -> None:
-    first, second = run_ranks(2, skips, tmp_path / strategy)
-    assert first[:2] == second[:2]
-    assert 0 < len(first[1]) < 6
-    assert all(torch.equal(a, b) and a.isfinite().all() for a, b in zip(first[2], second[2], strict=True))
-
-
 # ------------------------------------------------------------------------------------------------- settings, Python API
-
-REFUSED = {
-    ("trainer=pipeline",): "precision: fp16 scales the loss, which trainer=pipeline does not; set precision=bf16",
-    ("optimizer=adamw", "fuse_optim_with_backward=true", "max_grad_norm=null"): (
-        "fuse_optim_with_backward: steps before anyone knows whether gradients of precision=fp16 overflowed; set "
-        "precision=bf16"
-    ),
-    ("trainer=ddp", "post_local_sgd.enabled=true"): (
-        "post_local_sgd.enabled: ranks that train by themselves would leave out different steps under precision=fp16"
-    ),
-    ("trainer=ddp", "comm_hook=powersgd"): "comm_hook: an overflow of precision=fp16 would stay in powersgd's error",
-    ("trainer=fsdp2", "param_dtype=bf16"): "param_dtype: bf16 contradicts precision=fp16; set precision=bf16",
-    ("init_scale=0",): "init_scale: must be greater than 0, got 0",
-    ("growth_interval=0",): "growth_interval: must be greater than 0, got 0",
-}
-
-
-@pytest.mark.parametrize("words", REFUSED, ids=" ".join)
-def test_what_fp16_cannot_be_combined_with(words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["precision=fp16", *words])
-    assert REFUSED[words] in str(caught.value)
-    assert len(caught.value.problems) == 1
-
-
-def test_its_settings_belong_to_it_alone() -> None:
-    with pytest.raises(ConfigError, match=r"init_scale: only precision=fp16 has this setting"):
-        load_config(None, ["precision=bf16", "init_scale=2.0"])
 
 
 def test_training_arguments_take_fp16(tmp_path: Path) -> None:
-    arguments = TrainingArguments(
-        str(tmp_path),
-        fp16=True,
-        use_cpu=True,
-        max_steps=3,
-        logging_steps=1,
-        save_strategy="no",
-        dataloader_drop_last=True,
-    )
-    assert arguments.precision == FP16Settings()
-    trainer = Trainer(tiny.decoder(), arguments, train_dataset=tiny.RandomTokens(), eval_dataset=tiny.RandomTokens(8))
+    trainer = tiny.script(tmp_path, evaluated=tiny.RandomTokens(8), fp16=True, max_steps=3, logging_steps=1)
     seen: list[torch.dtype] = []
     trainer.model.get_submodule("model.layers.0.mlp").register_forward_hook(lambda m, args, out: seen.append(out.dtype))
     trainer.train()
@@ -340,10 +233,6 @@ def test_training_arguments_take_fp16(tmp_path: Path) -> None:
 
 
 def test_a_strategy_that_does_not_scale_the_loss_is_refused(tmp_path: Path) -> None:
-    arguments = TrainingArguments(str(tmp_path), fp16=True, use_cpu=True)
     unscaled = build_strategy(TrainingArguments(str(tmp_path), use_cpu=True))
     with pytest.raises(ConfigError, match="precision: fp16 scales the loss, which the given strategy does not"):
-        Trainer(tiny.decoder(), arguments, strategy=unscaled)
-    fused = TrainingArguments(str(tmp_path), fp16=True, use_cpu=True, fuse_optim_with_backward=True, max_grad_norm=0.0)
-    with pytest.raises(ConfigError, match="fuse_optim_with_backward: steps before anyone knows"):
-        Trainer(tiny.decoder(), fused)
+        tiny.script(tmp_path, fp16=True, strategy=unscaled)

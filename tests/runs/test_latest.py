@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
-from kept_runs import Job, documents, make_outputs
-from program import Process, forgather
+from kept_runs import Job, make_outputs
+from program import Process, document, forgather, refusal, shown
 
 
 @pytest.fixture
-def outputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def outputs(own_directory: None) -> Path:
     return make_outputs()
 
 
@@ -21,7 +20,7 @@ def test_latest_is_the_run_that_changed_last(outputs: Path, capsys: pytest.Captu
         forgather(*words.split())
         assert "latest: outputs/default/new" in capsys.readouterr().err
     os.utime(outputs / "default/old/logs/rank-0.log", (2e9, 2e9))
-    assert [each["run"] for each in documents(capsys, "logs", "summary", "latest")] == ["outputs/default/old"]
+    assert [each["run"] for each in document(capsys, "logs", "summary", "latest")] == ["outputs/default/old"]
 
 
 def test_a_log_is_followed_until_the_job_ends(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,9 +35,7 @@ def test_a_log_is_followed_until_the_job_ends(outputs: Path, capsys: pytest.Capt
     assert process.lines[-2:] == [
         "the last line", "outputs/between: ended at step 7, stopped, with exit code 0: told to",
     ]  # fmt: skip
-    assert forgather("logs", "follow", "outputs/default/new") == 0  # one that was killed
-    first, last = capsys.readouterr().out.splitlines()
+    first, last = shown(capsys, "logs", "follow", "outputs/default/new").splitlines()  # one that was killed
     assert first == "what it has printed"
     assert "was started on nowhere" in last
-    assert forgather("logs", "follow", "nowhere") == 2
-    assert "has no log" in capsys.readouterr().err
+    assert "has no log" in refusal(capsys, "logs", "follow", "nowhere")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -14,8 +13,8 @@ from typing import Any
 
 import pytest
 import tiny
-import yaml
-from program import forgather
+from logged import make_run, write_records
+from program import document, refusal, shown
 
 from forgather_cli import Trainer, TrainerCallback, TrainingArguments
 from forgather_cli.run_dir import RunDir
@@ -82,11 +81,10 @@ def run_of(root: Path, seconds: dict[str, float], logs: dict[str, Any] | None = 
         "max_steps": 100, "eval_strategy": "steps", "eval_steps": 10, "save_steps": 10, "async_save": True,
         "per_device_train_batch_size": 8, "dataloader_num_workers": 0, "data": {"seq_len": 1024}, **settings,
     }  # fmt: skip
-    root.mkdir()
-    (root / "config.yaml").write_text(yaml.safe_dump(tree))
+    make_run(root, [], **tree)
     end = {"step": 100, "train_runtime": 60.0, "step_seconds": 60.0 - sum(seconds.values()), **seconds}
     log = {"step": 100, "loss": 1.0, "step_time": 0.5, "eval_runtime": 20.0, **(logs or {})}
-    (root / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in (log, end)))
+    write_records(root, [log, end])
     return RunDir(root)
 
 
@@ -120,17 +118,13 @@ def test_a_slow_rank_that_the_log_names_is_told(tmp_path: Path, capsys: pytest.C
     run = run_of(tmp_path / "run", {"sync_seconds": 1.0})
     run.logs.mkdir()
     run.rank_log(0).write_text("WARNING rank 1 is slow, and the others wait for it: its own work takes 80 %\n")
-    assert forgather("logs", "slow", str(run.root)) == 0
-    shown = capsys.readouterr().out
-    assert "rank 1 is slow" in shown
-    assert "98.3 %" in shown
-    assert forgather("logs", "summary", str(run.root)) == 0
-    assert "steps 98%, sync 2%" in capsys.readouterr().out
-    assert forgather("logs", "slow", str(run.root), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["times"] == {"step_seconds": 59.0, "sync_seconds": 1.0}
+    text = shown(capsys, "logs", "slow", str(run.root))
+    assert "rank 1 is slow" in text
+    assert "98.3 %" in text
+    assert "steps 98%, sync 2%" in shown(capsys, "logs", "summary", str(run.root))
+    assert document(capsys, "logs", "slow", str(run.root))["times"] == {"step_seconds": 59.0, "sync_seconds": 1.0}
     run_of(tmp_path / "other", {})
-    assert forgather("logs", "slow", str(tmp_path)) == 2
-    assert "holds 2 runs" in capsys.readouterr().err
+    assert "holds 2 runs" in refusal(capsys, "logs", "slow", str(tmp_path))
 
 
 def of_paces(root: Path, paces: list[float], **more: Any) -> RunDir:
@@ -141,7 +135,7 @@ def of_paces(root: Path, paces: list[float], **more: Any) -> RunDir:
         log = {"step_time": pace, "tok_per_sec": 1000 / pace, "data_time": 0.0}
         own = {name: values[n - 1] for name, values in more.items() if values[n - 1] is not None}
         records.append({"step": 10 * n, "loss": 1.0, **log, **own})
-    run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(run.root, records)
     return run
 
 
@@ -177,9 +171,9 @@ def test_steps_that_were_slower_than_others_are_told_with_the_cores_that_they_la
 def test_a_start_on_a_slower_machine_is_not_compared_with_the_one_before(tmp_path: Path) -> None:
     run = of_paces(tmp_path / "run", [1.0] * 10 + [2.0] * 10)
     assert len(explain(run).findings) == 1
-    lines = run.metrics.read_text().splitlines()
+    logs = tiny.metrics(run.root)
     end = {"step": 100, "train_runtime": 100.0, "step_seconds": 100.0}
-    run.metrics.write_text("\n".join([*lines[:10], json.dumps(end), *lines[10:]]) + "\n")
+    write_records(run.root, [*logs[:10], end, *logs[10:]])
     assert explain(run).findings == []
 
 

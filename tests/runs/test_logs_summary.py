@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from logged import make_run
-from program import forgather
+from program import document, refusal, shown
 
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.find import differing, find_runs, labels
@@ -21,10 +20,7 @@ from forgather_cli.runs.summary import summarize
 
 
 def summaries(capsys: pytest.CaptureFixture[str], *words: str) -> list[dict[str, Any]]:
-    capsys.readouterr()
-    assert forgather("logs", "summary", *words, "--json") == 0
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    return found
+    return document(capsys, "logs", "summary", *words)
 
 
 @pytest.fixture
@@ -45,8 +41,7 @@ def test_a_directory_of_runs_is_a_table_with_the_settings_that_differ(
     ]
     assert "has no metrics.jsonl" in found[0]["reason"]
     assert summaries(capsys, str(sweep / "lr-*")) == found  # a pattern that the shell left alone
-    assert forgather("logs", "summary", str(sweep), "--markdown") == 0
-    head, rule, *rows = capsys.readouterr().out.splitlines()
+    head, rule, *rows = shown(capsys, "logs", "summary", str(sweep), "--markdown").splitlines()
     assert head.startswith("| run | learning_rate | step | first loss | loss |")
     assert rule.startswith("| --- | ---: |")
     assert rows[2].split(" | ")[1:5] == ["0.003", "20/100", "2.9000", "2.0000"]
@@ -59,10 +54,8 @@ def test_runs_are_sorted_by_what_they_measured_or_by_a_setting(sweep: Path, caps
     assert rates("--sort", "eval_loss") == ["0.003", "0.001", "0.0003"]  # those without come last
     assert rates("--sort", "learning_rate") == ["0.0003", "0.001", "0.003"]
     assert rates("--sort", "learning_rate", "--reverse") == ["0.003", "0.001", "0.0003"]
-    assert forgather("logs", "summary", str(sweep), "--sort", "eval_los") == 2
-    assert "--sort: nothing to sort by is called 'eval_los'; did you mean eval_loss? Known: " in capsys.readouterr().err
-    assert forgather("logs", "summary", str(sweep), "--sort", "foo") == 2
-    assert "--sort: nothing to sort by is called 'foo'; known: " in capsys.readouterr().err
+    told = refusal(capsys, "logs", "summary", str(sweep), "--sort", "eval_los")
+    assert "--sort: nothing to sort by is called 'eval_los'; did you mean eval_loss? Known: " in told
 
 
 def test_states_are_those_of_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,16 +84,14 @@ def test_what_leads_to_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixt
     for path, said in (
         ("nowhere", "no such directory"), ("no*", "matches no run"), (".", "has no metrics.jsonl or config.yaml"),
     ):  # fmt: skip
-        assert forgather("logs", "summary", str(tmp_path / path)) == 2
-        assert said in capsys.readouterr().err
-    assert forgather("logs", "summary", str(tmp_path), "--json", "--markdown") == 2
-    assert "use one of them" in capsys.readouterr().err
+        assert said in refusal(capsys, "logs", "summary", str(tmp_path / path))
+    assert "use one of them" in refusal(capsys, "logs", "summary", str(tmp_path), "--json", "--markdown")
 
 
 def test_logs_that_went_to_a_directory_of_their_own_are_found(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [2.0], logging_dir=str(tmp_path / "logs"))
     (tmp_path / "logs").mkdir()
-    os.rename(run / "metrics.jsonl", tmp_path / "logs/metrics.jsonl")
+    (run / "metrics.jsonl").rename(tmp_path / "logs/metrics.jsonl")
     assert summarize(find_runs([run])[0]).last_loss == 2.0
 
 
@@ -108,16 +99,17 @@ def test_logs_that_went_to_a_directory_of_their_own_are_found(tmp_path: Path) ->
 
 
 def test_options_are_named_by_their_group_and_what_only_one_has_is_left_out(tmp_path: Path) -> None:
+    def run(name: str, kind: str, **more: Any) -> RunDir:
+        return RunDir(make_run(tmp_path / name, [1.0], trainer__type=kind, **more))
+
     runs = [
-        RunDir(make_run(tmp_path / "a", [1.0], trainer__type="single", nproc_per_node="auto")),
-        RunDir(make_run(tmp_path / "b", [1.0], trainer__type="ddp", trainer__bucket_cap_mb=25, nproc_per_node=2)),
-        RunDir(make_run(tmp_path / "c", [1.0], trainer__type="pipeline", trainer__n_microbatches=4, nproc_per_node=2)),
+        run("a", "single", nproc_per_node="auto"),
+        run("b", "ddp", trainer__bucket_cap_mb=25, nproc_per_node=2),
+        run("c", "pipeline", trainer__n_microbatches=4, nproc_per_node=2),
     ]
     assert differing(runs) == [{"trainer": "single"}, {"trainer": "ddp"}, {"trainer": "pipeline"}]
-    again = RunDir(
-        make_run(tmp_path / "d", [1.0], trainer__type="pipeline", trainer__n_microbatches=8, nproc_per_node=2)
-    )
-    assert labels([*runs, again]) == [
+    runs.append(run("d", "pipeline", trainer__n_microbatches=8, nproc_per_node=2))
+    assert labels(runs) == [
         "trainer=single", "trainer=ddp", "trainer=pipeline, n_microbatches=4", "trainer=pipeline, n_microbatches=8",
     ]  # fmt: skip
 
@@ -138,13 +130,10 @@ def test_labels_have_all_settings_that_differ_those_of_data_too(tmp_path: Path) 
 
 
 def test_many_settings_of_an_option_are_named_by_it(tmp_path: Path) -> None:
-    shapes = {"nano": (64, 2, 2), "tiny": (256, 4, 8)}
-    runs = [
-        RunDir(
-            make_run(tmp_path / name, [1.0], (f"model={name}",), model__hidden_size=a, model__layers=b, model__heads=c)
-        )
-        for name, (a, b, c) in shapes.items()
-    ]
+    runs = []
+    for name, size in {"nano": 64, "tiny": 256}.items():
+        shape = {"model__hidden_size": size, "model__layers": size // 32, "model__heads": size // 16}
+        runs.append(RunDir(make_run(tmp_path / name, [1.0], (f"model={name}",), **shape)))
     assert labels(runs) == ["model=nano", "model=tiny"]
 
 

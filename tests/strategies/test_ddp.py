@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-import logging
 import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,43 +15,36 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from ddp import (
+from ddp import Buffered, Run, strategy_of, trained
+from ranks import logged, run_ranks
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from whole_batch import (
     CPU,
-    Run,
     Slices,
     agree,
     close,
+    cut,
     equal,
     even,
     global_batch,
     grads_of,
-    loss_of,
+    mean_loss,
     reference,
-    rows_of,
-    strategy_of,
     targets,
-    trained,
     weights_of,
 )
-from ranks import run_ranks
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
-from forgather_cli.config.schema import BF16Settings, DDPSettings, PostLocalSGD, RunSettings, SingleSettings
+from forgather_cli.config.schema import DDPSettings, PostLocalSGD, RunSettings, SingleSettings
 from forgather_cli.errors import ConfigError
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.strategies import ddp
-from forgather_cli.strategies.base import Batch, ModelSpec
+from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.ddp import DataParallel
-from forgather_cli.trainer import Trainer, TrainingArguments
+from forgather_cli.trainer import TrainingArguments
 
 # ------------------------------------------------------------------------------------------------------- one result
-
-
-@pytest.mark.parametrize(("ranks", "accumulation"), [(2, 1), (2, 2), (3, 1), (3, 4)])
-def test_gradients_norms_and_weights_are_those_of_the_whole_batch(ranks: int, accumulation: int) -> None:
-    agree(run_ranks(ranks, trained, [even(ranks, accumulation)] * 3, {}), reference(3))
 
 
 UNEVEN: list[Slices] = [
@@ -60,25 +53,7 @@ UNEVEN: list[Slices] = [
     [[], [], [slice(0, 4), slice(4, 8), slice(8, 12)]],
     [[slice(0, 4)], [slice(4, 8)], [slice(8, 12)]],
 ]
-
-
-def test_ranks_may_have_no_one_or_several_micro_batches() -> None:
-    agree(run_ranks(3, trained, UNEVEN, {}), reference(4))
-
-
-def trained_from_generators(plan: list[Slices]) -> dict[str, Any]:
-    return trained(plan, {}, sized=False)
-
-
-def test_micro_batches_may_be_a_generator() -> None:
-    agree(run_ranks(3, trained_from_generators, UNEVEN), reference(4))
-
-
-@pytest.mark.parametrize("setting", ["find_unused_parameters", "static_graph"])
-def test_a_wrapper_that_watches_the_graph_takes_empty_slices_too(setting: str) -> None:
-    agree(run_ranks(3, trained, UNEVEN, {setting: True}), reference(4))
-
-
+"""Ranks may have no, one or several micro-batches."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "no buffers": {"broadcast_buffers": False},
     "no init_sync": {"init_sync": False},
@@ -89,11 +64,31 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "static": {"static_graph": True},
     "fused loss": {"loss": LinearCrossEntropy(chunk_size=7)},
 }
+CASES: dict[str, tuple[list[Slices], dict[str, Any], bool]] = {
+    **{f"{ranks}, accumulation {n}": ([even(ranks, n)] * 3, {}, True) for ranks, n in ((2, 1), (2, 2), (3, 1), (3, 4))},
+    "3, uneven": (UNEVEN, {}, True),
+    "3, uneven, a generator": (UNEVEN, {}, False),
+    **{f"3, uneven, {name}": (UNEVEN, SETTINGS[name], True) for name in ("unused", "static")},
+    **{name: ([even(2, 1), even(2, 2), even(2, 1)], each, True) for name, each in SETTINGS.items()},
+}
 
 
-@pytest.mark.parametrize("case", SETTINGS)
-def test_every_setting_gives_the_same_result(case: str) -> None:
-    agree(run_ranks(2, trained, [even(2, 1), even(2, 2), even(2, 1)], SETTINGS[case]), reference(3))
+def trained_cases(ranks: int) -> list[dict[str, Any]]:
+    return [trained(plan, settings, sized=sized) for plan, settings, sized in CASES.values() if len(plan[0]) == ranks]
+
+
+@cache
+def results(ranks: int) -> dict[str, list[dict[str, Any]]]:
+    """Of all cases of so many ranks at once, by case and rank."""
+    by_rank = run_ranks(ranks, trained_cases, ranks)
+    names = [name for name, (plan, *_) in CASES.items() if len(plan[0]) == ranks]
+    return {name: [found[n] for found in by_rank] for n, name in enumerate(names)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_norms_and_weights_are_those_of_the_whole_batch(name: str) -> None:
+    plan, *_ = CASES[name]
+    agree(results(len(plan[0]))[name], reference(len(plan)))
 
 
 def without_exchange() -> tuple[list[dict[str, Tensor]], list[str]]:
@@ -109,7 +104,7 @@ def without_exchange() -> tuple[list[dict[str, Tensor]], list[str]]:
         def __iter__(self) -> Iterator[Batch]:
             for n, rows in enumerate(even(2, 2)[strategy.data_rank]):
                 events.append(f"begin {n}")
-                yield rows_of(batch, rows)
+                yield cut(batch, rows)
                 events.append(f"end {n}")
                 seen.append(grads_of(strategy.parts[0]))
 
@@ -128,34 +123,20 @@ def test_gradients_are_exchanged_once_and_the_next_batch_is_asked_for_when_the_l
 # ---------------------------------------------------------------------------------------------- what a setting does
 
 
-class Odd(nn.Module):
-    """Logits from an embedding; a buffer, and a layer that is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 64)
-        self.unused = nn.Linear(3, 3)
-        self.register_buffer("rank", torch.tensor(float(dist.get_rank()) if dist.is_initialized() else 0.0))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.embedding(input_ids) + 0 * self.rank
-        return logits
-
-
 def after_a_step(settings: dict[str, Any]) -> tuple[float, bool, bool]:
     """The buffer, whether the weights at the start are this rank's own, whether gradients live in a bucket."""
     torch.manual_seed(dist.get_rank())
-    model = Odd()
+    model = Buffered()
     own = model.embedding.weight.detach().clone()
     strategy = strategy_of(lambda: model, find_unused_parameters=True, **settings)
-    model.rank.fill_(dist.get_rank())
+    model.number.fill_(dist.get_rank())
     at_start = bool(torch.equal(own, model.embedding.weight))
     batch = global_batch(0)
-    strategy.forward_backward([rows_of(batch, even(2, 1)[dist.get_rank()][0])], targets(batch))
+    strategy.forward_backward([cut(batch, even(2, 1)[dist.get_rank()][0])], targets(batch))
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     assert len(grads) == 1  # the unused layer has none
     view = grads[0].untyped_storage().nbytes() > grads[0].nbytes
-    return float(model.rank), at_start, view
+    return float(model.number), at_start, view
 
 
 def test_buffers_and_weights_come_from_rank_0_where_that_is_wanted() -> None:
@@ -213,10 +194,10 @@ def fresh_and_stepped(settings: dict[str, Any]) -> tuple[bool, bool]:
 def grads_of_bare_ddp(steps: int, slices: Slices) -> dict[str, Tensor]:
     model = tiny.decoder()
     wrapped = DistributedDataParallel(model)
-    batch = rows_of(global_batch(0), slices[dist.get_rank()][0])
+    batch = cut(global_batch(0), slices[dist.get_rank()][0])
     for _ in range(steps):
         model.zero_grad()
-        loss_of(wrapped, batch).backward()  # type: ignore[no-untyped-call]
+        mean_loss(wrapped, batch).backward()  # type: ignore[no-untyped-call]
     return grads_of(model)
 
 
@@ -256,11 +237,8 @@ class NeedsMore(nn.Module):
 
 
 def needing_more(settings: dict[str, Any]) -> list[str]:
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("forgather_cli").addHandler(handler)
-    strategy = strategy_of(NeedsMore, **settings)
+    with logged() as messages:
+        strategy = strategy_of(NeedsMore, **settings)
     batch = {**global_batch(0), "extra": torch.ones(())}
     for step in range(3):
         has_data = step == 0 or strategy.data_rank == 0
@@ -284,7 +262,6 @@ def evaluated_by_rank_1() -> float | None:
     if strategy.data_rank == 0:
         return None
     logits = strategy.logits({"input_ids": global_batch(0)["input_ids"]}, last_only=True)
-    assert logits is not None
     assert logits.shape == (12, 1, 64)
     total, count = strategy.loss(global_batch(0))
     return float(total / count)
@@ -307,42 +284,16 @@ def test_one_rank_is_a_single_device(settings: dict[str, Any]) -> None:
     assert (strategy.data_size, strategy.gradient_sharing, strategy.own_state) == (1, None, None)
 
 
-def in_bf16() -> torch.dtype:
-    strategy = DataParallel.from_settings(DDPSettings(), CPU, CrossEntropy(), BF16Settings())
-    strategy.materialize(ModelSpec(tiny.decoder))
-    seen = []
-    strategy.parts[0].register_forward_hook(lambda module, inputs, logits: seen.append(logits.dtype))
-    batch = global_batch(0)
-    strategy.forward_backward([batch], targets(batch))
-    return seen[0]
-
-
-def test_precision_reaches_the_forward() -> None:
-    assert run_ranks(2, in_bf16) == [torch.bfloat16] * 2
-
-
 # ------------------------------------------------------------------------------------------------------ from a script
 
 
 def script(folder: str, **arguments: Any) -> dict[str, Any]:
     """What a user of Hugging Face's Trainer would run under torchrun."""
-    args = TrainingArguments(
-        folder, max_steps=3, logging_steps=1, save_strategy="no", per_device_train_batch_size=4, **arguments
-    )
-    trainer = Trainer(tiny.decoder(), args, train_dataset=tiny.RandomTokens(24, ragged=True))
+    sizes = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4}
+    trainer = tiny.script(folder, None, tiny.RandomTokens(24, ragged=True), **sizes, **arguments)
     trainer.train()
     losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     return {"strategy": trainer.strategy.name, "losses": losses, "weights": weights_of(trainer.model)}
-
-
-def test_a_script_in_a_world_of_ranks_trains_data_parallel(tmp_path: Path) -> None:
-    ranks = run_ranks(2, script, str(tmp_path / "two"))
-    alone = script(str(tmp_path / "one"), gradient_accumulation_steps=2)
-    assert [result["strategy"] for result in ranks] == ["ddp", "ddp"]
-    assert alone["strategy"] == "single"
-    for result in ranks:
-        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        close(result["weights"], alone["weights"], 1e-5)
 
 
 def test_hugging_face_names_reach_the_wrapper(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,20 +304,26 @@ def test_hugging_face_names_reach_the_wrapper(monkeypatch: pytest.MonkeyPatch) -
     assert TrainingArguments("out", **asked).trainer == expected
 
 
-def joining(root: str, port: int) -> tuple[str, int, int]:
+def joining(root: str, port: int) -> tuple[dict[str, Any], int, int]:
     """As a script that torchrun has started: there is no process group yet."""
     dist.destroy_process_group()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         patch.setenv("MASTER_PORT", str(port))
-        result = script(root)
-    return result["strategy"], dist.get_rank(), dist.get_world_size()
+        return script(root), dist.get_rank(), dist.get_world_size()
 
 
-def test_a_script_joins_the_world_that_its_launcher_describes(tmp_path: Path) -> None:
+def test_a_script_joins_the_world_that_its_launcher_describes_and_trains_data_parallel(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert run_ranks(2, joining, str(tmp_path), port) == [("ddp", 0, 2), ("ddp", 1, 2)]
+    ranks = run_ranks(2, joining, str(tmp_path / "two"), port)
+    assert [place for _, *place in ranks] == [[0, 2], [1, 2]]
+    alone = script(str(tmp_path / "one"), gradient_accumulation_steps=2)
+    assert alone["strategy"] == "single"
+    for result, *_ in ranks:
+        assert result["strategy"] == "ddp"
+        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        close(result["weights"], alone["weights"], 1e-5)
 
 
 def test_torchs_wrapper_still_asks_its_compiler() -> None:

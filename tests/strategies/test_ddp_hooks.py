@@ -12,25 +12,13 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from ddp import (
-    Run,
-    Slices,
-    close,
-    equal,
-    even,
-    global_batch,
-    loss_of,
-    reference,
-    rows_of,
-    strategy_of,
-    trained,
-    weights_of,
-)
+from ddp import Buffered, Run, strategy_of, trained
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from whole_batch import Slices, close, cut, equal, even, global_batch, mean_loss, reference, weights_of
 
-from forgather_cli import DDPSettings, Trainer, TrainerCallback, TrainingArguments
+from forgather_cli import DDPSettings, TrainerCallback
 from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.documents.encoding import Encoded, decode
 from forgather_cli.errors import ConfigError, TrainingError
@@ -134,7 +122,7 @@ def local_sgd_by_hand(
     for number in range(steps):
         batch, local = global_batch(number), number >= settings.start_step
         for rank, model in enumerate(models):
-            loss_of(model, rows_of(batch, slices[rank][0]) if local else batch).backward()  # type: ignore[no-untyped-call]
+            mean_loss(model, cut(batch, slices[rank][0]) if local else batch).backward()  # type: ignore[no-untyped-call]
         if local:
             for first in range(0, ranks, group):
                 mean_gradients(models[first : first + group])
@@ -202,22 +190,9 @@ def test_a_subgroup_must_divide_the_ranks() -> None:
     assert message == ("post_local_sgd.subgroup: 3 ranks cannot be divided into groups of 2; set it to a divisor of 3")
 
 
-class Numbered(nn.Module):
-    """Logits from an embedding, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 64)
-        self.register_buffer("number", torch.zeros(()))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        logits: Tensor = self.embedding(input_ids)
-        return logits
-
-
 def buffers_of_local_steps() -> list[float]:
-    model = Numbered()
-    run = Run(strategy_of(lambda: model, post_local_sgd=LOCAL))
+    model = Buffered()
+    run = Run(strategy_of(lambda: model, find_unused_parameters=True, post_local_sgd=LOCAL))
     seen = []
     for number in range(6):
         model.number.fill_(dist.get_rank())
@@ -248,11 +223,12 @@ class Exports(TrainerCallback):
 def exported(root: str, ending: str) -> tuple[dict[int, str], dict[str, Tensor]]:
     """Steps whose weights could not be written; this rank's weights at the end. Averages are at steps 2 and 5."""
     directory = Path(root)
-    more = {"save_strategy": "no", "run_name": ending, "max_steps": 6 if ending == "done" else 9, "use_cpu": True}
-    args = TrainingArguments(f"{root}/run", learning_rate=1e-2, per_device_train_batch_size=2, **more)
-    exports, strategy = Exports(directory), DDPSettings(post_local_sgd=LOCAL)
-    data = tiny.RandomTokens(64, ragged=True)
-    trainer = Trainer(tiny.decoder(), args, None, data, strategy=strategy, callbacks=[exports])
+    exports = Exports(directory)
+    trainer = tiny.script(
+        directory / "run", None, tiny.RandomTokens(ragged=True), max_steps=6 if ending == "done" else 9,
+        run_name=ending, learning_rate=1e-2, per_device_train_batch_size=2, callbacks=[exports],
+        strategy=DDPSettings(post_local_sgd=LOCAL),
+    )  # fmt: skip
     trainer.train()
     trainer.save_model(str(directory / "end"))
     return exports.refused, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,35 +15,22 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
-from fsdp2 import (
-    CPU,
-    Case,
-    Slices,
-    agree,
-    close,
-    cut,
-    even,
-    global_batch,
-    mean_loss,
-    named,
-    on_meta,
-    reference,
-    targets,
-    trained,
-    whole,
-)
+from ddp import Buffered, Run
 from ranks import run_ranks
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from whole_batch import CPU, Slices, agree, close, cut, even, global_batch, mean_loss, targets, whole
+from whole_batch import reference as steps_of
 
 from forgather_cli.config.schema import AdamWSettings, BF16Settings, FSDP2Settings, RunSettings, SGDSettings
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models.build import load_pretrained
+from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import write_model_files
@@ -51,12 +40,56 @@ from forgather_cli.optim.in_backward import FusedBackward
 from forgather_cli.shards import local
 from forgather_cli.strategies.base import Batch, ModelSpec
 from forgather_cli.strategies.fsdp2 import FullyShard
-from forgather_cli.trainer import Trainer, TrainingArguments
+
+reference = partial(steps_of, lr=1e-3)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how. ``plan``: who gets which rows of each step's batch."""
+
+    plan: Slices
+    settings: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    loss: type[CrossEntropy | LinearCrossEntropy] = CrossEntropy
+    bf16: bool = False
+    change: Callable[[nn.Module], None] | None = None
+    """Applied to the built model, as checkpointing and compilation are."""
+
+    def strategy(self) -> FullyShard:
+        loss = self.loss() if self.loss is CrossEntropy else LinearCrossEntropy(chunk_size=20)
+        strategy = FullyShard(CPU, loss, FSDP2Settings(**self.settings), BF16Settings() if self.bf16 else None)
+        init = partial(init_parameters, seed=0)
+        strategy.materialize(ModelSpec(lambda: on_meta(self.change, **self.model), init=init))
+        return strategy
+
+
+def on_meta(change: Callable[[nn.Module], None] | None = None, **model: Any) -> Decoder:
+    with torch.device("meta"):
+        built = Decoder(tiny.decoder_settings(**model))
+    if change is not None:
+        change(built)
+    return built
+
+
+def named(strategy: FullyShard) -> dict[str, Any]:
+    """Parameters by the full model's names."""
+    state = strategy.parts[0].state_dict(keep_vars=True)
+    return {name: tensor for name, tensor in state.items() if isinstance(tensor, nn.Parameter)}
+
+
+def trained(strategy: FullyShard, plan: Slices) -> dict[str, Any]:
+    """A few AdamW steps on this rank, and what they were."""
+    run = Run(strategy, named(strategy), lr=1e-3)
+    for step in range(3):
+        run.step(step, plan)
+    return run.result()
+
 
 # ------------------------------------------------------------------------------------------------------- one result
 
 TIED = {"tie_word_embeddings": True}
-ODD = {
+ODD: dict[str, Any] = {
     "vocab_size": 65,
     "hidden_size": 24,
     "intermediate_size": 50,
@@ -73,12 +106,12 @@ def compiled(model: nn.Module) -> None:
 
 CASES = {
     "2": Case(even(2, 1)),
-    "2, accumulation 2, tied, linear": Case(even(2, 2), model=TIED, loss="linear_cross_entropy"),
-    "2, accumulation 8": Case(even(2, 8)),
+    "2, accumulation 2, tied, linear": Case(even(2, 2), model=TIED, loss=LinearCrossEntropy),
+    "2, accumulation 6": Case(even(2, 6)),
     "4, odd shapes": Case(even(4, 1), model=ODD),
-    "4, odd shapes, tied, linear": Case(even(4, 2), model=ODD | TIED, loss="linear_cross_entropy"),
+    "4, odd shapes, tied, linear": Case(even(4, 3), model=ODD | TIED, loss=LinearCrossEntropy),
     "2x2": Case(even(4, 1), {"replicate": 2}),
-    "2x2, accumulation 2, odd shapes": Case(even(4, 2), {"replicate": 2}, ODD),
+    "2x2, accumulation 3, odd shapes": Case(even(4, 3), {"replicate": 2}, ODD),
     "2 copies": Case(even(2, 2), {"replicate": 2}),
     "offload": Case(even(2, 2), {"cpu_offload": True}),
     "gathered until the backward": Case(even(2, 2), {"reshard_after_forward": False}),
@@ -88,20 +121,31 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_gradients_norms_and_weights_are_those_of_the_whole_batch(case: Case) -> None:
-    agree(run_ranks(len(case.plan), trained, case), reference(tiny.decoder(**case.model)))
+UNEVEN: Slices = [[], [slice(0, 3)], [slice(3, 8), slice(8, 10), slice(10, 12)]]
+"""Ranks may have no, one or several micro-batches."""
+UNEVEN_COPIES: Slices = [[slice(0, 3)], [], [slice(3, 8), slice(8, 10)], [slice(10, 12)]]
+CASES |= {
+    "3, uneven": Case(UNEVEN),
+    "2x2, uneven, linear": Case(UNEVEN_COPIES, {"replicate": 2}, loss=LinearCrossEntropy),
+}
 
 
-UNEVEN: Slices = [[], [slice(0, 4)], [slice(4, 10), slice(10, 13), slice(13, 16)]]
-UNEVEN_COPIES: Slices = [[slice(0, 4)], [], [slice(4, 10), slice(10, 13)], [slice(13, 16)]]
+def trained_cases(cases: list[Case]) -> list[dict[str, Any]]:
+    return [trained(case.strategy(), case.plan) for case in cases]
 
 
-@pytest.mark.parametrize(
-    "case", [Case(UNEVEN), Case(UNEVEN_COPIES, {"replicate": 2}, loss="linear_cross_entropy")], ids=["3", "2x2"]
-)
-def test_ranks_may_have_no_one_or_several_micro_batches(case: Case) -> None:
-    agree(run_ranks(len(case.plan), trained, case), reference(tiny.decoder()))
+@cache
+def results(ranks: int) -> dict[str, list[dict[str, Any]]]:
+    """Of all cases of so many ranks at once, by case and rank."""
+    own = {name: case for name, case in CASES.items() if len(case.plan) == ranks}
+    by_rank = run_ranks(ranks, trained_cases, list(own.values()))
+    return {name: [found[n] for found in by_rank] for n, name in enumerate(own)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_norms_and_weights_are_those_of_the_whole_batch(name: str) -> None:
+    case = CASES[name]
+    agree(results(len(case.plan))[name], reference(model=tiny.decoder(**case.model)))
 
 
 def step_without_targets(plan: Slices) -> tuple[float, float, bool]:
@@ -163,19 +207,7 @@ def trained_net(plan: Slices, settings: dict[str, Any], share: bool, meta: bool)
         strategy.materialize(ModelSpec(lambda: net_on_meta(share), init=lambda part: init_parameters(part, 0)))
     else:
         strategy.materialize(ModelSpec(lambda: net(dist.get_rank(), share)))  # every rank draws other weights
-    parameters = named(strategy)
-    optimizer = torch.optim.AdamW(set(parameters.values()), lr=1e-3)
-    losses, norms, grads = [], [], []
-    for step in range(3):
-        batch = global_batch(step)
-        mine = [cut(batch, rows) for rows in plan[strategy.data_rank]]
-        losses.append(float(strategy.forward_backward(mine, targets(batch))))
-        grads.append({name: whole(p.grad) for name, p in parameters.items()})
-        distinct = list(dict.fromkeys(parameters.values()))
-        norms.append(float(clip_grad_norm(distinct, 1.0, strategy.model_group, strategy.duplicates)))
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": {n: whole(p) for n, p in parameters.items()}}
+    return trained(strategy, plan)
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -183,13 +215,13 @@ def trained_net(plan: Slices, settings: dict[str, Any], share: bool, meta: bool)
 def test_weights_of_a_constructor_are_those_of_rank_0_also_scalars(
     plan: Slices, settings: dict[str, Any], share: bool
 ) -> None:
-    agree(run_ranks(len(plan), trained_net, plan, settings, share, False), reference(net(0, share)))
+    agree(run_ranks(len(plan), trained_net, plan, settings, share, False), reference(model=net(0, share)))
 
 
 def test_scalars_of_a_model_built_on_meta() -> None:
     expected = net(1, False)
     init_parameters(expected, 0)
-    agree(run_ranks(2, trained_net, even(2, 2), {}, False, True), reference(expected))
+    agree(run_ranks(2, trained_net, even(2, 2), {}, False, True), reference(model=expected))
 
 
 class Mixed(nn.Module):
@@ -240,9 +272,7 @@ def evaluated(settings: dict[str, Any]) -> dict[str, Any]:
         shares = strategy.loss(cut(global_batch(9), case.plan[strategy.data_rank][0]))
         losses.append([float(share) for share in shares])
         tokens.append(written(strategy.logits, prompts, real))
-        found = strategy.logits(cut(global_batch(9), slice(0, 2)))
-        assert found is not None
-        logits.append(found)
+        logits.append(strategy.logits(cut(global_batch(9), slice(0, 2))))
         assert all(isinstance(p, DTensor) for p in strategy.parts[0].parameters())
         batch = global_batch(step)
         mine = [cut(batch, rows) for rows in case.plan[strategy.data_rank]]
@@ -280,8 +310,8 @@ def test_evaluation_and_generation_see_the_weights_of_the_moment(settings: dict[
 # ------------------------------------------------------------------------------------------------------------ precision
 
 
-def in_bf16(loss: str, settings: dict[str, Any]) -> dict[str, Any]:
-    case = Case(even(2, 2), settings, TIED, loss, bf16=True, steps=1)
+def in_bf16(loss: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    case = Case(even(2, 2), settings, TIED, loss, bf16=True)
     strategy = case.strategy()
     seen: dict[str, Any] = {}
     layer: Any = strategy.parts[0].get_submodule("model.layers.1")
@@ -298,14 +328,14 @@ def in_bf16(loss: str, settings: dict[str, Any]) -> dict[str, Any]:
     return {"dtypes": dtypes, "share": float(share), "grads": grads}
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "linear_cross_entropy"])
+@pytest.mark.parametrize("loss", [CrossEntropy, LinearCrossEntropy])
 @pytest.mark.parametrize("settings", [{}, {"reduce_dtype": "bf16"}], ids=["", "reduced in bf16"])
-def test_bf16_is_a_policy(loss: str, settings: dict[str, Any]) -> None:
+def test_bf16_is_a_policy(loss: Any, settings: dict[str, Any]) -> None:
     ranks = run_ranks(2, in_bf16, loss, settings)
     f32, bf16 = torch.float32, torch.bfloat16
     expected = {"share": f32, "loss": f32, "grad": f32, "weight": bf16, "hidden": bf16, "angles": f32}
     assert [rank["dtypes"] for rank in ranks] == [expected] * 2
-    plain = reference(tiny.decoder(**TIED), steps=1)
+    plain = reference(1, tiny.decoder(**TIED))
     assert sum(rank["share"] for rank in ranks) == pytest.approx(plain["losses"][0], rel=1e-3)
     for name, grad in plain["grads"][0].items():
         apart = (ranks[0]["grads"][name] - grad).norm() / grad.norm()
@@ -361,12 +391,11 @@ def test_the_optimizer_in_the_backward_equals_the_ordinary_one(option: Any, rank
 
 def script(folder: str, sharded: bool) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """What a user of the Trainer would run."""
-    args = TrainingArguments(
-        folder, max_steps=4, logging_steps=1, save_strategy="no", fuse_optim_with_backward=True, max_grad_norm=None,
-        per_device_train_batch_size=4 if sharded else 8,
+    trainer = tiny.script(
+        folder, None, tiny.RandomTokens(ragged=True), max_steps=4, logging_steps=1, fuse_optim_with_backward=True,
+        max_grad_norm=None, per_device_train_batch_size=4 if sharded else 8,
+        strategy=FullyShard(CPU, CrossEntropy()) if sharded else None,
     )  # fmt: skip
-    strategy = FullyShard(CPU, CrossEntropy()) if sharded else None
-    trainer = Trainer(tiny.decoder(), args, train_dataset=tiny.RandomTokens(64, ragged=True), strategy=strategy)
     trainer.train()
     return trainer.state.log_history, {n: whole(p) for n, p in trainer.model.state_dict().items()}
 
@@ -489,22 +518,14 @@ def no_group() -> Iterator[None]:
 def test_one_process_makes_a_group_for_itself(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         case = Case(even(1, 2), {"cpu_offload": True}, ODD | TIED)
-        agree([trained(case)], reference(tiny.decoder(**case.model)))
+        agree(trained_cases([case]), reference(model=tiny.decoder(**case.model)))
     assert "this process trains alone" in caplog.text
 
 
 @pytest.mark.usefixtures("no_group")
 def test_a_model_without_blocks_is_gathered_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Flat(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.out = nn.Embedding(64, 8), nn.Linear(8, 64)
-
-        def forward(self, input_ids: Tensor) -> Tensor:
-            return self.out(self.embed(input_ids))
-
     strategy = FullyShard(CPU, CrossEntropy())
-    strategy.materialize(ModelSpec(Flat))
+    strategy.materialize(ModelSpec(Buffered))
     total, count = strategy.loss(global_batch(0))
     assert math.isfinite(total / count)
-    assert "Flat has no list of equal blocks" in caplog.text
+    assert "Buffered has no list of equal blocks" in caplog.text

@@ -56,19 +56,6 @@ def test_stages_are_where_the_schedule_has_them() -> None:
     assert [stage.rank for stage in stage_layout(own("BackAndForth"), 4, 2)] == [0, 1, 1, 0]
 
 
-@pytest.mark.parametrize(("name", "torchs"), [("ScheduleLoopedBFS", "LoopedBFS"), ("ScheduleDualPipeV", "DualPipeV"),
-                                              ("ScheduleInterleavedZeroBubble", "InterleavedZeroBubble")])  # fmt: skip
-def test_what_it_costs_follows_from_its_order(name: str, torchs: Any) -> None:
-    """As the formulas for torch's own say."""
-    target = Target(f"torch.distributed.pipelining.schedules.{name}")
-    for ranks in (2, 4):
-        given, named = (PipelineSettings(schedule=each, n_microbatches=8) for each in (target, torchs))
-        assert bubble(given, ranks) == pytest.approx(bubble(named, ranks))
-        for rank in range(ranks):
-            assert in_flight(given, rank, ranks) == in_flight(named, rank, ranks)
-        assert given.splits_backward == named.splits_backward
-
-
 def test_one_that_tells_no_order_keeps_all_micro_batches() -> None:
     assert bubble(own("Alone"), 2) is None
     assert in_flight(own("Alone", n_microbatches=6), 1, 2) == 6

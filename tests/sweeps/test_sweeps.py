@@ -7,20 +7,18 @@ import re
 from pathlib import Path
 
 import pytest
-from program import Process, forgather
+from program import SMALL, Process, document, forgather, refusal
 from terminal import Terminal
 
-from forgather_cli.launch.exit_status import State, read_exit_record, write_exit_record
+from forgather_cli.launch.exit_status import State, write_exit_record
 from forgather_cli.run_dir import RunDir
 from forgather_cli.sweeps.run import SweepJob, _cells
 
-SMALL = ["model=nano", "precision=fp32",
-         "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
-         "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "device=cpu"]  # fmt: skip
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 
-def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
-    (tmp_path / "quitting.py").write_text(
+def test_a_sweep_goes_on_with_what_is_left() -> None:
+    Path("quitting.py").write_text(
         "import pathlib\n"
         "from forgather_cli.callbacks.base import TrainerCallback\n"
         "class Quits(TrainerCallback):\n"
@@ -31,14 +29,8 @@ def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     )
 
     def sweep(sizes: str) -> tuple[int, str]:
-        words = [
-            "train",
-            *SMALL,
-            "max_steps=2",
-            f"model.vocab_size={sizes}",
-            "+callbacks.quits._target_=quitting.Quits",
-        ]
-        with Process(*words, "-m", cwd=tmp_path) as process:
+        words = ["max_steps=2", f"model.vocab_size={sizes}", "+callbacks.quits._target_=quitting.Quits", "-m"]
+        with Process("train", *SMALL, *words) as process:
             return process.finish(), process.output
 
     code, told = sweep("8,300,301")
@@ -48,7 +40,7 @@ def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     assert re.search(r"vocab_size=300-\w+ +aborted +1 ", told)
     assert re.search(r"vocab_size=301-\w+ +done +2 +\d\.\d{4}", told)
     assert re.search(r"^not all jobs are done.*\n.*train.*8,300,301", told, re.MULTILINE)
-    [root] = (tmp_path / "outputs/default").glob("sweep-*")
+    [root] = Path("outputs/default").glob("sweep-*")
     [done] = root.glob("*vocab_size=301-*")
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
     code, told = sweep("300,301")
@@ -58,12 +50,9 @@ def test_a_sweep_goes_on_with_what_is_left(tmp_path: Path) -> None:
     assert re.search(r"vocab_size=300-\w+ +done +2 +\d\.\d{4}", told), "an aborted job is started again"
 
 
-def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")  # which torch does not find here
-    (tmp_path / "slow.py").write_text(
+    Path("slow.py").write_text(
         "import os, pathlib, time\n"
         "from forgather_cli.callbacks.base import TrainerCallback\n"
         "class UntilToldOtherwise(TrainerCallback):\n"
@@ -73,7 +62,7 @@ def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
         "        time.sleep(0 if pathlib.Path('quick').exists() else 0.1)\n"
     )
     words = [word for word in SMALL if not word.startswith("device=")]
-    words += ["max_steps=200", "logging_steps=1", "+callbacks.slow._target_=slow.UntilToldOtherwise"]
+    words += ["max_steps=200", "+callbacks.slow._target_=slow.UntilToldOtherwise"]
     words += ["model.vocab_size=300,8,301,302", "-m", "--jobs", "2"]
     job = Terminal("train", *words)
     job.read_until(r"=300 +running +\d+/200 +\d+\.\d{4}[^\n]*\n[^\n]*=8 +refused[^\n]*\n[^\n]*=301 +running +\d+/200")
@@ -81,17 +70,13 @@ def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
     assert job.finish() == 75, job.output
     assert "Traceback" not in job.output
     assert "error: model.vocab_size: the tokenizer has 257 tokens, got 8" in job.output
-    [root] = (tmp_path / "outputs/default").glob("sweep-*")
-    stopped = {
-        path.parent.name.split("-")[0]: read_exit_record(RunDir(path.parent)) for path in root.glob("*/exit.json")
-    }
-    assert {name: end and end.code for name, end in stopped.items()} == {
-        "model.vocab_size=300": 75, "model.vocab_size=301": 75
-    }  # fmt: skip
+    [root] = Path("outputs/default").glob("sweep-*")
+    stopped = {path.parent.name.split("-")[0]: json.loads(path.read_text()) for path in root.glob("*/exit.json")}
+    assert {name[-3:]: end["code"] for name, end in stopped.items()} == {"300": 75, "301": 75}
     assert sorted(path.read_text() for path in root.glob("*/gpus")) == ["5", "7"]
 
-    (tmp_path / "quick").touch()
-    with Process("train", *words, cwd=tmp_path) as again:
+    Path("quick").touch()
+    with Process("train", *words) as again:
         assert again.finish() == 1, again.output
     lines = [re.sub(r"^\S+ \S+ (\[\d/4\]) \S+?=(\d+)-\w+", r"\1 \2", line) for line in again.lines]
     assert lines.index("[2/4] 8 begins") < min(n for n, line in enumerate(lines) if line.startswith("[1/4] 300 done"))
@@ -105,26 +90,15 @@ def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(
 
 
 def test_jobs_at_once_need_a_gpu_for_each_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    words = [
-        "train",
-        *SMALL,
-        "learning_rate=1e-3,2e-3",
-        "trainer=ddp",
-        "nproc_per_node=2",
-        "-m",
-        "--dry-run",
-        "--jobs=2",
-    ]
+    words = ["train", *SMALL, "learning_rate=1e-3,2e-3", "trainer=ddp", "nproc_per_node=2", "-m", "--dry-run"]
+    words += ["--jobs=2"]
     assert forgather(*words) == 0  # on a CPU
-    assert forgather(*words, "device=auto") == 2
-    refused = "--jobs: 2 at once with 2 GPUs each (nproc_per_node) need 4, and this machine has 3; give --jobs 1"
-    assert refused in capsys.readouterr().err
-    assert forgather("train", "--jobs", "2") == 2
-    assert "add --multirun" in capsys.readouterr().err
+    told = "--jobs: 2 at once with 2 GPUs each (nproc_per_node) need 4, and this machine has 3; give --jobs 1"
+    assert told in refusal(capsys, *words, "device=auto")
+    assert "add --multirun" in refusal(capsys, "train", "--jobs", "2")
 
 
 def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> None:
@@ -143,16 +117,11 @@ def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> 
         assert SweepJob("x", [], run).is_done == (told == "done"), "only what is done is not started again"
 
 
-def test_a_sweep_checks_all_jobs_before_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert forgather("train", "learning_rate=1e-3,fast,slow", "max_steps=1", "-m") == 2
-    told = capsys.readouterr().err
+def test_a_sweep_checks_all_jobs_before_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    told = refusal(capsys, "train", "learning_rate=1e-3,fast,slow", "max_steps=1", "-m")
     assert "got 'fast'" in told
     assert "got 'slow'" in told
     assert list(Path().iterdir()) == []
-    assert forgather("train", "learning_rate=1e-3,1e-4", "max_steps=1", "-m", "--dry-run", "--json") == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = document(capsys, "train", "learning_rate=1e-3,1e-4", "max_steps=1", "-m", "--dry-run")
     assert len({job["dir"] for job in shown}) == 2
     assert list(Path().iterdir()) == []

@@ -22,18 +22,14 @@ from forgather_cli.trainer.arguments import HFSettings
     [
         ({"mixed_precision": "no"}, {"precision": "fp32"}),
         ({"mixed_precision": "bf16"}, {"bf16": True}),
-        ({"mixed_precision": "fp16"}, {"fp16": True}),
         ({"default_dtype": torch.bfloat16}, {"precision": "bf16_true"}),
         ({"default_dtype": "bfloat16", "mixed_precision": "no"}, {"precision": BF16TrueSettings()}),
-        ({"default_dtype": "torch.float32", "mixed_precision": "bf16"}, {"precision": "bf16"}),
         ({"default_dtype": torch.float32, "bf16": True}, {"bf16": True}),
         ({"torch_compile": True, "torch_compile_full_graph": True},
          {"torch_compile": True, "torch_compile_fullgraph": True}),
         ({"fp8_recipe": "rowwise"}, {"precision": FP8Settings(fp8_recipe="rowwise")}),
         ({"qat_recipe": "int8-weight-only"}, {"precision": {"type": "qat", "qat_recipe": "int8-weight-only"}}),
         ({"preserve_best_model": True}, {"preserve_n_best": 1}),
-        ({"preserve_best_model": False}, {"preserve_n_best": 0}),
-        ({"best_model_metric": "accuracy"}, {"metric_for_best_model": "accuracy"}),
         ({"best_model_metric": "error", "greater_is_better": False},
          {"metric_for_best_model": "error", "greater_is_better": False}),
     ],
@@ -51,21 +47,17 @@ def test_an_alias_is_what_it_stands_for(alias: dict[str, Any], original: dict[st
     ("given", "words"),
     [
         ({"mixed_precision": "bf16", "bf16": True}, ("mixed_precision", "bf16")),
-        ({"mixed_precision": "bf16", "bf16": False}, ("mixed_precision", "bf16")),
         ({"mixed_precision": "no", "precision": "fp32"}, ("mixed_precision", "precision")),
         ({"mixed_precision": "int8"}, ("mixed_precision", "no, bf16 or fp16", "'int8'")),
         ({"default_dtype": "bfloat16", "precision": "bf16_true"}, ("default_dtype", "precision")),
-        ({"default_dtype": "float32", "precision": "bf16_true"}, ("default_dtype", "precision")),
         ({"default_dtype": "bfloat16", "mixed_precision": "fp16"}, ("default_dtype", "mixed_precision")),
         ({"default_dtype": torch.float16}, ("default_dtype", "float16", "mixed_precision")),
         ({"float32_matmul_precision": "high", "tf32": True}, ("float32_matmul_precision", "tf32")),
         ({"torch_compile_full_graph": True, "torch_compile_fullgraph": True}, ("torch_compile_full_graph",)),
-        ({"torch_compile_full_graph": "yes"}, ("torch_compile_full_graph", "True or False")),
         ({"fp8_recipe": "rowwise", "qat_recipe": "int8-weight-only"}, ("fp8_recipe", "qat_recipe")),
         ({"fp8_recipe": "columnwise"}, ("fp8_recipe", "tensorwise, rowwise or rowwise_with_gw_hp")),
         ({"preserve_best_model": True, "preserve_n_best": 1}, ("preserve_best_model", "preserve_n_best")),
         ({"best_model_metric": "eval_loss", "metric_for_best_model": "eval_loss"}, ("metric_for_best_model",)),
-        ({"best_model_metric": 3}, ("best_model_metric", "text")),
     ],
 )
 def test_an_alias_excludes_what_it_stands_for(given: dict[str, Any], words: tuple[str, ...]) -> None:
@@ -93,10 +85,8 @@ def test_groups_of_the_optimizer_are_printed_as_plan_does(tmp_path: Path, capsys
     words = ["model=decoder", "data.seq_len=16", "data=synthetic", *shape, "optimizer=muon", "--params"]
     assert forgather("plan", *words) == 0
     planned = capsys.readouterr().out
-    args = TrainingArguments(
-        str(tmp_path), max_steps=1, save_strategy="no", debug_optimizer_groups=True, optimizer="muon", weight_decay=0.1
-    )
-    Trainer(tiny.decoder(), args, None, tiny.RandomTokens()).train()
+    settings = {"max_steps": 1, "optimizer": "muon", "weight_decay": 0.1}
+    tiny.script(tmp_path, debug_optimizer_groups=True, **settings).train()
     printed = capsys.readouterr().out
 
     def table(text: str) -> list[tuple[str, ...]]:

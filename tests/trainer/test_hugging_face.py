@@ -16,9 +16,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from forgather_cli import Trainer, TrainingArguments
-from forgather_cli.config.schema import DDPSettings, FSDP2Settings
+from forgather_cli.config.schema import FSDP2Settings
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.models.transform import recomputes
 from forgather_cli.optim.schedules import build_schedule
 from forgather_cli.trainer.hugging_face import ARGUMENTS
 
@@ -27,9 +26,6 @@ DEFAULTS = {
     name: field.default_factory() if field.default is dataclasses.MISSING else field.default
     for name, field in THEIRS.items()
 }
-ROOT = Path(__file__).parents[2]
-
-
 # ----------------------------------------------------------------------------------------------------------- the table
 
 
@@ -101,6 +97,8 @@ def test_what_has_no_meaning_is_kept_for_the_script(name: str) -> None:
         ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
         ({"ddp_timeout": 60}, {"hang_timeout": 60.0}),
         ({"activation_checkpointing": True}, {"gradient_checkpointing": True}),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"every_n_layers": 2}},
+         {"gradient_checkpointing_every": 2}),
         ({"torch_compile_mode": "max-autotune"}, {"torch_compile": True}),
         ({"accelerator_config": {"dispatch_batches": False, "even_batches": True}}, {"dispatch_batches": False}),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": '{"num_cycles": 2}'},
@@ -114,10 +112,8 @@ def test_values_are_read_as_there(given: dict[str, Any], read: dict[str, Any]) -
     assert {name: getattr(args, name) for name in read} == read
 
 
-def test_fsdp_and_ddp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_fsdp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    ddp = TrainingArguments(ddp_static_graph=True, ddp_broadcast_buffers=False, ddp_bucket_cap_mb=3).trainer
-    assert ddp == DDPSettings(static_graph=True, broadcast_buffers=False, bucket_cap_mb=3)
     assert TrainingArguments(fsdp=True).trainer == FSDP2Settings()
     legacy = TrainingArguments(fsdp="shard_grad_op auto_wrap offload").trainer
     assert legacy == FSDP2Settings(reshard_after_forward=False, cpu_offload=True)
@@ -133,11 +129,17 @@ def test_fsdp_and_ddp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPa
         ({"logging_steps": 0.1}, "logging_steps"),
         ({"optim": "adafactor"}, "optim"),
         ({"optim": transformers.training_args.OptimizerNames.LION}, "optim"),
-        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "'reduce_lr_on_plateau'; it follows a metric"),
+        ({"lr_scheduler_type": "none"}, "lr_scheduler_type: got 'none'; use"),
         ({"lr_scheduler_kwargs": {"power": 2}}, "lr_scheduler_kwargs.power"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "min_lr_rate"),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1, "min_lr_rate": 1}},
+            "min_lr_rate",
+        ),
         ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
-        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-8}, "lr_end"),
+        ({"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"decay_type": "x"}}, "decay_type"),
+        ({"lr_scheduler_type": "polynomial", "learning_rate": 1e-7}, "lr_end"),
         ({"accelerator_config": {"split_batches": True}}, "accelerator_config.split_batches"),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "gradient_checkpointing_kwargs.use_reentrant"),
         ({"gradient_checkpointing_kwargs": '{"use_reentrant": '}, "gradient_checkpointing_kwargs"),
@@ -195,7 +197,7 @@ def test_the_library_s_argument_parser_makes_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Both num_training_steps and num_stable_steps")
-@pytest.mark.parametrize("warmup", [0, 7, 0.1])
+@pytest.mark.parametrize("warmup", [0, 1, 2, 0.1, 49])
 @pytest.mark.parametrize(
     ("name", "kwargs"),
     [
@@ -204,6 +206,7 @@ def test_the_library_s_argument_parser_makes_ours(tmp_path: Path) -> None:
         ("constant_with_warmup", {}),
         ("cosine", {}),
         ("cosine", {"num_cycles": 1.5}),
+        ("cosine_with_restarts", {}),
         ("cosine_with_restarts", {"num_cycles": 3}),
         ("cosine_with_min_lr", {"min_lr": 3e-4}),
         ("cosine_with_min_lr", {"min_lr_rate": 0.2, "num_cycles": 0.7}),
@@ -213,7 +216,8 @@ def test_the_library_s_argument_parser_makes_ours(tmp_path: Path) -> None:
         ("polynomial", {"lr_end": 1e-4, "power": 2.0}),
         ("inverse_sqrt", {}),
         ("inverse_sqrt", {"timescale": 20}),
-        ("warmup_stable_decay", {"num_decay_steps": 12}),
+        ("warmup_stable_decay", {"num_decay_steps": 0, "min_lr_ratio": 0.1}),
+        ("warmup_stable_decay", {"num_decay_steps": 12, "num_cycles": 1.0}),
         ("warmup_stable_decay", {"num_decay_steps": 9, "num_stable_steps": 20, "min_lr_ratio": 0.1,
                                  "warmup_type": "cosine", "decay_type": "1-sqrt"}),
         ("warmup_stable_decay", {"num_decay_steps": 9, "warmup_type": "1-sqrt", "decay_type": "linear"}),
@@ -241,33 +245,6 @@ def test_schedules_have_the_library_s_values(name: str, kwargs: dict[str, Any], 
     assert rates[0] == pytest.approx(rates[1], rel=1e-9, abs=1e-15)
 
 
-@pytest.mark.filterwarnings("default")
-def test_label_smoothing_is_the_library_s_in_training_and_evaluation(tmp_path: Path) -> None:
-    data = [tiny.RandomTokens(1, ragged=True)[0]] * 32
-    settings: dict[str, Any] = {
-        "max_steps": 4, "logging_steps": 1, "learning_rate": 1e-2, "label_smoothing_factor": 0.2, "use_cpu": True,
-        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "optim": "adamw_torch",
-    }  # fmt: skip
-    curves = []
-    for trainer_class, arguments_class in (
-        (transformers.Trainer, transformers.TrainingArguments),
-        (Trainer, TrainingArguments),
-    ):
-        trainer = trainer_class(llama(), arguments_class(str(tmp_path), **settings), None, data, data)
-        trainer.train()
-        losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-        curves.append([*losses, trainer.evaluate()["eval_loss"]])
-    assert curves[1] == pytest.approx(curves[0], rel=1e-5)
-
-
-def llama() -> transformers.LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 class Order(tiny.RandomTokens):
     """Samples that note when they are read, with a column that no model takes."""
 
@@ -282,10 +259,7 @@ class Order(tiny.RandomTokens):
 
 def order(tmp_path: Path, **settings: Any) -> list[int]:
     data = Order()
-    args = TrainingArguments(
-        str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, overwrite_output_dir=True, **settings
-    )
-    Trainer(llama(), args, None, data).train()
+    tiny.script(tmp_path, tiny.llama(), data, max_steps=2, overwrite_output_dir=True, **settings).train()
     return data.read
 
 
@@ -306,16 +280,15 @@ def test_samples_are_grouped_by_length_and_a_stream_cannot_be(tmp_path: Path) ->
         seen.extend(len(each["input_ids"]) for each in samples)
         return {name: nn.utils.rnn.pad_sequence([each[name] for each in samples], True) for name in samples[0]}
 
-    args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no", use_cpu=True, group_by_length=True)
-    Trainer(llama(), args, padded, rows).train()
+    settings = {"max_steps": 2, "group_by_length": True}
+    tiny.script(tmp_path, tiny.llama(), rows, data_collator=padded, **settings).train()
     groups = [seen[at : at + 4] for at in range(0, 16, 4)]
     assert sorted(seen) == list(range(1, 17))
     assert seen[0] == 16
     assert all(group[1:] == sorted(group[1:], reverse=True) for group in groups)
     stream = DataLoader(rows, batch_size=4, collate_fn=padded)
-    again = TrainingArguments(str(tmp_path / "stream"), max_steps=2, use_cpu=True, group_by_length=True)
     with pytest.raises(DataError, match="train_sampling_strategy"):
-        Trainer(llama(), again, None, stream).train()
+        tiny.script(tmp_path / "stream", tiny.llama(), stream, **settings).train()
 
 
 @pytest.mark.parametrize("tf32", [True, False])
@@ -327,9 +300,9 @@ def test_tf32_is_what_cuda_s_products_are_told(tmp_path: Path, tf32: bool) -> No
             backend.allow_tf32 = not tf32
         if tf32 and not torch.cuda.is_available():
             with pytest.raises(ConfigError, match="tf32"):
-                Trainer(llama(), TrainingArguments(str(tmp_path), tf32=True))
+                tiny.script(tmp_path, tf32=True)
             return
-        Trainer(llama(), TrainingArguments(str(tmp_path), tf32=tf32))
+        tiny.script(tmp_path, tf32=tf32)
         assert [backend.allow_tf32 for backend in backends] == [tf32, tf32]
         # both of torch's ways to ask, of which torch.compile uses each, answer
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
@@ -347,7 +320,7 @@ def test_full_determinism_is_also_that_of_the_library_s_attention(
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     try:
-        Trainer(llama(), TrainingArguments(str(tmp_path), full_determinism=True))
+        tiny.script(tmp_path, full_determinism=True)
         assert torch.are_deterministic_algorithms_enabled()
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")
         assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
@@ -357,57 +330,37 @@ def test_full_determinism_is_also_that_of_the_library_s_attention(
 
 def test_columns_that_the_model_does_not_take_are_left_out(tmp_path: Path) -> None:
     data = Order()
-    settings = {"max_steps": 1, "save_strategy": "no", "overwrite_output_dir": True}
-    Trainer(tiny.decoder(), TrainingArguments(str(tmp_path), **settings), None, data).train()
-    args = TrainingArguments(str(tmp_path), **settings, remove_unused_columns=False)
+    tiny.script(tmp_path, None, data, max_steps=1).train()
     with pytest.raises(TypeError, match="weight"):
-        Trainer(tiny.decoder(), args, None, data).train()
+        tiny.script(tmp_path / "again", None, data, max_steps=1, remove_unused_columns=False).train()
 
 
 def test_labels_may_have_another_name(tmp_path: Path) -> None:
     rows = [{"input_ids": row["input_ids"], "targets": row["labels"]} for row in tiny.RandomTokens(16)]
-    args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", label_names=["targets"])
-    trainer = Trainer(llama(), args, None, rows, tiny.RandomTokens(16))
+    trainer = tiny.script(tmp_path, tiny.llama(), rows, tiny.RandomTokens(16), max_steps=1, label_names=["targets"])
     trainer.train()
     assert trainer.evaluate(rows)["eval_loss"] == trainer.evaluate()["eval_loss"]
 
 
-def test_every_nth_layer_is_recomputed(tmp_path: Path) -> None:
-    kwargs = {"every_n_layers": 2, "use_reentrant": False, "preserve_rng_state": False}
-    args = TrainingArguments(
-        str(tmp_path),
-        max_steps=1,
-        save_strategy="no",
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs=kwargs,
-    )
-    trainer = Trainer(llama(), args, None, tiny.RandomTokens())
-    assert ["forward" in vars(layer) for layer in trainer.model.model.layers] == [True, False, True]
-    assert recomputes(trainer.model)
-    trainer.train()
-
-
 def test_save_only_model_leaves_the_moments_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    args = TrainingArguments(str(tmp_path), max_steps=2, save_only_model=True)
-    Trainer(llama(), args, None, tiny.RandomTokens()).train()
+    tiny.script(tmp_path, tiny.llama(), max_steps=2, save_strategy="steps", save_only_model=True).train()
     [checkpoint] = (tmp_path / "checkpoints").iterdir()
     assert not list(checkpoint.glob("optimizer/*"))
     transformers.AutoModelForCausalLM.from_pretrained(checkpoint / "model")
-    again = TrainingArguments(str(tmp_path), max_steps=4, save_strategy="no")
-    assert Trainer(llama(), again, None, tiny.RandomTokens()).train(resume_from_checkpoint=True).global_step == 4
+    again = tiny.script(tmp_path, tiny.llama(), max_steps=4)
+    assert again.train(resume_from_checkpoint=True).global_step == 4
     assert "moments start at zero" in caplog.text
 
 
 def test_reports_and_progress_are_those_asked_for(tmp_path: Path) -> None:
     def shown(**settings: Any) -> set[str]:
-        trainer = Trainer(llama(), TrainingArguments(str(tmp_path), **settings), None, tiny.RandomTokens())
+        trainer = Trainer(tiny.llama(), TrainingArguments(str(tmp_path), **settings), None, tiny.RandomTokens())
         return {"progress", "tensorboard", "trackers"} & trainer.callbacks.by_name.keys()
 
     assert shown() == {"progress"}
     assert shown(disable_tqdm=True, report_to="tensorboard") == {"tensorboard"}
     args = TrainingArguments(report_to=["wandb", "tensorboard"], project="mine", run_name="first")
     trackers = args.callbacks.trackers
-    assert trackers is not None
     assert (trackers.names, trackers.project, trackers.run_name) == (["wandb"], "mine", "first")
 
 
@@ -415,7 +368,7 @@ def test_log_level_is_that_of_our_logs(tmp_path: Path) -> None:
     logger = logging.getLogger("forgather_cli")
     before = logger.level
     try:
-        Trainer(llama(), TrainingArguments(str(tmp_path), log_level="error"))
+        tiny.script(tmp_path, log_level="error")
         assert logger.getEffectiveLevel() == logging.ERROR
     finally:
         logger.setLevel(before)

@@ -15,7 +15,7 @@ from ranks import RankError, run_ranks
 from forgather_cli import Sharing, StateComponent, Trainer, TrainerCallback
 from forgather_cli.callbacks.base import Divergence
 from forgather_cli.checkpoint.load import Reader
-from forgather_cli.errors import ConfigError, ReplicationError
+from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 
 LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("trainer=pipeline", "n_microbatches=2")}
@@ -118,20 +118,14 @@ def test_they_go_on_exactly_and_in_another_layout_as_they_are_shared(
     assert "each rank has its own each, which starts fresh" in fresh_line
 
 
-class GoesBack(TrainerCallback):
-    """Asks for a rollback once, at step 3."""
-
-    asked = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3 and not self.asked:
-            self.asked = True
-            control.divergence = Divergence("the test wants it", "rollback")
-
-
 def test_a_rollback_takes_them_back(tmp_path: Path) -> None:
+    asked = [Divergence("the test wants it", "rollback")]
+
+    def go_back(state: Any, control: Any, **kwargs: Any) -> None:
+        control.divergence = asked.pop() if state.global_step == 3 and asked else None
+
     whole = walked(str(tmp_path / "whole"), 4)
-    assert walked(str(tmp_path / "back"), 4, more=[GoesBack()]) == whole
+    assert walked(str(tmp_path / "back"), 4, more=[tiny.acts(on_step_end=go_back)]) == whole
 
 
 def test_one_device_goes_on_exactly_and_they_may_be_left_out(tmp_path: Path) -> None:
@@ -143,29 +137,8 @@ def test_one_device_goes_on_exactly_and_they_may_be_left_out(tmp_path: Path) -> 
     assert [len(path) for path in without.values()] == [3] * 6
 
 
-class Differs(Walk):
-    def state_dict(self) -> dict[str, Any]:
-        return {"rank": torch.tensor(dist.get_rank())}
-
-
-def saves_what_differs(root: str, sharing: str) -> None:
-    config = tiny.config(Path(root), "trainer=ddp", "nproc_per_node=2", "max_steps=2", "eval_strategy=no")
-    trainer = Trainer(model_init=tiny.decoder, args=config, train_dataset=tiny.RandomTokens(128))
-    trainer.add_state_component("walk", Differs(0), sharing)
-    trainer.train()
-
-
-def test_replicated_ones_are_compared(tmp_path: Path) -> None:
-    run_ranks(2, saves_what_differs, str(tmp_path / "a"), "per_rank")
-    with pytest.raises(RankError) as caught:
-        run_ranks(2, saves_what_differs, str(tmp_path / "b"), "replicated")
-    assert isinstance(caught.value.first, ReplicationError)
-    assert "walk" in str(caught.value.first)
-
-
 def adds_on_one_rank(root: str) -> None:
-    config = tiny.config(Path(root), "trainer=ddp", "nproc_per_node=2", "max_steps=2", "eval_strategy=no")
-    trainer = Trainer(model_init=tiny.decoder, args=config, train_dataset=tiny.RandomTokens(128))
+    trainer = trainer_at(Path(root), "trainer=ddp", "nproc_per_node=2")
     if dist.get_rank() == 1:
         trainer.add_state_component("walk", Walk(0))
     trainer.train()
@@ -178,8 +151,8 @@ def test_ranks_must_have_the_same(tmp_path: Path) -> None:
     assert re.search("same.*rank 0.*walk.*on rank 1", str(caught.value.first))
 
 
-def trainer_at(path: Path) -> Trainer:
-    config = tiny.config(path, "max_steps=2", "eval_strategy=no")
+def trainer_at(path: Path, *overrides: str) -> Trainer:
+    config = tiny.config(path, "max_steps=2", "eval_strategy=no", *overrides)
     return Trainer(model_init=tiny.decoder, args=config, train_dataset=tiny.RandomTokens(128))
 
 
@@ -205,12 +178,9 @@ def test_what_cannot_be_one_is_named(tmp_path: Path, given: tuple[Any, ...], wor
 
 
 def test_they_are_added_before_training_and_a_required_one_must_be_there(tmp_path: Path) -> None:
-    class Late(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            kwargs["trainer"].add_state_component("walk", Walk(0))
-
     trainer = trainer_at(tmp_path / "late")
-    trainer.add_callback(Late)
+    late = tiny.acts(on_step_end=lambda *_, **kwargs: kwargs["trainer"].add_state_component("walk", Walk(0)))
+    trainer.add_callback(late)
     with pytest.raises(ConfigError, match="'walk': training has begun"):
         trainer.train()
     trainer_at(tmp_path / "run").train()

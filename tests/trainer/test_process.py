@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import time
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import DivergenceError
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer import Trainer, TrainingArguments
 from forgather_cli.trainer.process import garbage_collection
 
 
@@ -48,8 +47,7 @@ class Litter(TrainerCallback):
 
 def test_garbage_is_collected_every_gc_steps_and_at_no_other_moment(tmp_path: Path) -> None:
     litter = Litter()
-    args = TrainingArguments(str(tmp_path), max_steps=7, gc_steps=3, save_strategy="no", report_to="none", use_cpu=True)
-    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[litter])
+    trainer = tiny.script(tmp_path, max_steps=7, gc_steps=3, callbacks=[litter])
     gc.callbacks.append(litter.heard)
     try:
         trainer.train()
@@ -131,15 +129,8 @@ def test_a_long_step_gives_free_memory_back_and_a_short_one_keeps_it() -> None:
     assert all(bool(block.all()) for block in blocks)
 
 
-@pytest.fixture
-def matmul_precision() -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    yield
-    torch.set_float32_matmul_precision(before)
-
-
-@pytest.mark.usefixtures("matmul_precision")
-def test_fp32_products_are_as_precise_as_the_setting_says(tmp_path: Path) -> None:
+def test_fp32_products_are_as_precise_as_the_setting_says(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(partial(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision()))
     tiny_run = ["max_steps=1", "save_strategy=no", "eval_strategy=no", "float32_matmul_precision=medium"]
     tiny.train(tiny.config(tmp_path, *tiny_run), RunDir(tmp_path))
     assert torch.get_float32_matmul_precision() == "medium"
@@ -164,8 +155,7 @@ def test_anomaly_mode_names_what_has_made_a_gradient_nan(
     def loss_fn(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return _VoidGradient.apply(logits).float().square().mean()
 
-    args = TrainingArguments(str(tmp_path), max_steps=4, save_strategy="no", detect_anomaly=finds)
-    trainer = Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), loss_fn=loss_fn)
+    trainer = tiny.script(tmp_path, max_steps=4, detect_anomaly=finds, loss_fn=loss_fn)
     with pytest.raises(RuntimeError if finds else DivergenceError, match="VoidGradient" if finds else "gradient norm"):
         trainer.train()
     assert ("detect_anomaly" in caplog.text) == finds

@@ -59,17 +59,21 @@ MISPLACED: list[tuple[Callable[[], Any], str]] = [
     (lambda: made(optimizers=(None,)), r"optimizers: got .*\(optimizer, "),
     (lambda: made(optimizer_cls_and_kwargs=SGD), r"optimizer_cls_and_kwargs: .*\(cls, "),
     (lambda: made(optimizer_factory=3), "optimizer_factory: got a int.*function"),
-    (lambda: made(lr_scheduler_factory={}), "lr_scheduler_factory: got a dict.*function"),
     (lambda: made(loss_fn="cross_entropy"), "loss_fn: got a str.*function"),
-    (lambda: made(fused_loss_factory=1), "fused_loss_factory: got a int.*function"),
-    (lambda: made(compute_metrics={"a": 1}), "compute_metrics: got a dict.*function"),
-    (lambda: made(preprocess_logits_for_metrics=1), "preprocess_logits_for_metrics: got a int.*function"),
-    (lambda: made(enable_activation_checkpoint_fn=True), "enable_activation_checkpoint_fn: got a bool.*function"),
     (lambda: made(train_dataset={"train": DATA}).train(), r"train_dataset: got a dict of train; give one dataset"),
     (lambda: made(train_dataset="wikitext").train(), "train_dataset: got a str.*dataset"),
     (lambda: made(eval_dataset={"a": DATA, "b": DATA}).evaluate(), r"eval_dataset: got a dict of a, b.*evaluate\("),
     (lambda: made().evaluate("test.txt"), "eval_dataset: got a str"),
     (lambda: made(strategy=7), "7; types: single"),
+    (lambda: made(train_dataset=None).train(), "train_dataset"),
+    (lambda: Trainer(), "model"),
+    (lambda: made(eval_dataset=DATA, compute_metrics=lambda told: 0.5).evaluate(), "compute_metrics"),
+    (lambda: made(eval_dataset=DATA, compute_metrics=len, preprocess_logits_for_metrics=lambda *both: both).evaluate(),
+     "preprocess_logits_for_metrics"),
+    (lambda: TrainingArguments("out", trainer="fsdp"), "trainer.*ddp.*fsdp2"),
+    (lambda: TrainingArguments("out", trainer={"type": "pipeline", "n_microbatch": 3}), r"trainer\.n_microbatch"),
+    (lambda: TrainingArguments("out", learning_rte=1e-3), "learning_rate"),
+    (lambda: TrainingArguments("out", max_steps="many"), "max_steps.*'many'"),  # type: ignore[arg-type]
 ]  # fmt: skip
 
 
@@ -103,14 +107,6 @@ class Labelled(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"input_ids": DATA.tokens[n], self._name: self._labels}
 
 
-class Streamed(torch.utils.data.IterableDataset[dict[str, Tensor]]):
-    def __init__(self, data: Labelled) -> None:
-        self._data = data
-
-    def __iter__(self) -> Any:
-        return (self._data[n] for n in range(32))
-
-
 LABELS = {
     "of the sequence": (1, r"\(8,\)"),
     "of the sequence, in a column": (torch.tensor([1]), r"\(8, 1\)"),
@@ -123,14 +119,10 @@ LABELS = {
 @pytest.mark.parametrize(("labels", "got"), LABELS.values(), ids=LABELS)
 def test_labels_that_are_not_per_token_are_said_at_the_first_batch(labels: Any, got: str) -> None:
     begun: list[int] = []
-
-    class Begun(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            begun.append(state.global_step)
-
-    for data in (Labelled(labels), Labelled(labels, "label"), Streamed(Labelled(labels))):
+    notes = tiny.acts(on_step_begin=lambda state, *_, **kwargs: begun.append(state.global_step))
+    for data in (Labelled(labels), tiny.stream(Labelled(labels, "label"))):
         with pytest.raises(DataError, match=rf"train_dataset: labels .*{got}.*(expected|must)") as refused:
-            Trainer(tiny.decoder(), arguments(), None, data, callbacks=[Begun]).train()
+            Trainer(tiny.decoder(), arguments(), None, data, callbacks=[notes]).train()
         assert "\n" not in str(refused.value)
         with pytest.raises(DataError, match=rf"eval_dataset: labels .*{got}.*(expected|must)"):
             Trainer(tiny.decoder(), arguments(), None, None, data).evaluate()
@@ -182,23 +174,20 @@ def test_a_strategy_whose_shares_of_the_data_do_not_make_the_world_is_refused(sh
 def test_two_trainers_of_one_process_do_not_write_one_directory() -> None:
     said: list[str] = []
 
-    class Second(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                thread = threading.Thread(target=self._train)
-                thread.start()
-                thread.join()
+    def second(state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
 
-        def _train(self) -> None:
-            for root in ("out", "link"):
-                other = Trainer(tiny.decoder(), arguments(output_dir=root, overwrite_output_dir=True), None, DATA)
-                with pytest.raises(SetupError) as refused:
-                    other.train()
-                said.append(str(refused.value))
+    def train() -> None:
+        for root in ("out", "link"):
+            with pytest.raises(SetupError) as refused:
+                tiny.script(root, max_steps=2, overwrite_output_dir=True).train()
+            said.append(str(refused.value))
 
     Path("link").symlink_to("out")
-    trainer = Trainer(tiny.decoder(), arguments(), None, DATA, callbacks=[Second])
-    trainer.train()
+    made(callbacks=[tiny.acts(on_step_end=second)]).train()
     assert len(said) == 2
     assert all("another job" in text and str(os.getpid()) in text for text in said)
     assert [record["step"] for record in tiny.metrics(Path("out"))][-1] == 2  # the first one's, untouched

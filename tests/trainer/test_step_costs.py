@@ -8,24 +8,23 @@ the whole list: who adds to it says here why the step cannot do without.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections import Counter
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import tiny
+import torch
 import torch.distributed as dist
 from program import Process
 from ranks import run_ranks
+from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import forgather_cli
-from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.run_dir import RunDir
 
 _READS = {"item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__array__"}
@@ -149,6 +148,13 @@ def test_one_device_waits_for_nothing_in_a_step(tmp_path: Path) -> None:
     assert reads == LATE | COUNTED
 
 
+def test_gradients_that_are_small_enough_are_left_alone() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    clip_grad_norm([weight], 10.0)
+    assert weight.grad._version == 0  # changed in place, were it by 1
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_sends_what_the_mathematics_needs_and_waits_for_nothing(layout: str, tmp_path: Path) -> None:
     for sent, waits, reads in run_ranks(2, step_of, str(tmp_path), *LAYOUTS[layout]):
@@ -157,48 +163,10 @@ def test_a_step_sends_what_the_mathematics_needs_and_waits_for_nothing(layout: s
         assert reads.items() - ON_THE_HOST.items() == LATE.items()
 
 
-PACKAGE = str(Path(forgather_cli.__file__).parent)
-CALLS = 107
-"""Of our functions in a step from Python on one device, with two layers, under a callback at the step's end (Python
-3.11, where each comprehension is one). A call more is a place more that a reader of the step has to go to.
-"""
-
-
-class Calls(TrainerCallback):
-    """Counts from each step's end to the next one's, and keeps the shortest: once a second there is more to do."""
-
-    def __init__(self) -> None:
-        self.now: Counter[str] = Counter()
-        self.steps: list[Counter[str]] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        sys.setprofile(None)
-        self.steps.append(self.now)
-        self.now = Counter()
-        sys.setprofile(self._count)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        sys.setprofile(None)
-
-    def _count(self, frame: FrameType, event: str, arg: Any) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
-            self.now[f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_qualname}"] += 1
-
-
-def test_a_step_goes_through_few_functions(tmp_path: Path) -> None:
-    calls = Calls()
-    args = TrainingArguments(
-        str(tmp_path), max_steps=6, per_device_train_batch_size=4, save_strategy="no", use_cpu=True, disable_tqdm=True
-    )
-    Trainer(tiny.decoder(), args, None, tiny.RandomTokens(), callbacks=[calls]).train()
-    found = min(calls.steps[2:], key=Counter.total)
-    assert found["trainer.Loop.step"] == 1
-    assert found["decoder.DecoderLayer.forward"] == 2
-    assert found.total() <= CALLS, found.most_common()
-
-
 def test_the_way_from_the_command_to_the_model_is_short(tmp_path: Path) -> None:
-    """What a reader of the loop goes through (Python 3.11, where each comprehension is a call)."""
+    """What a reader of the loop goes through (Python 3.11, where each comprehension is a call). A call more is a place
+    more that a reader has to go to.
+    """
     words = (
         "train", "model=nano", "seq_len=64", "precision=fp32", "optimizer=muon", "eval_strategy=no", "save_strategy=no",
         "max_steps=26", f"output_dir={tmp_path / 'run'}", "device=cpu", "+callbacks.way._target_=step_calls.Way",
@@ -213,7 +181,7 @@ def test_the_way_from_the_command_to_the_model_is_short(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert len(way["frames"]) <= 14, way["frames"]
     assert list(way["steps"]) == [str(step) for step in range(12, 26)]
-    calls = statistics.median(sum(each.values()) for each in way["steps"].values())
-    functions = statistics.median(map(len, way["steps"].values()))
-    assert calls <= 170, way["steps"]["12"]
-    assert functions <= 95, sorted(way["steps"]["12"])
+    # in other steps something is due by the clock
+    shortest = min(way["steps"].values(), key=lambda calls: sum(calls.values()))
+    assert sum(shortest.values()) <= 127, shortest
+    assert len(shortest) <= 92, sorted(shortest)

@@ -4,6 +4,7 @@ rest is refused when the object is made.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 from pathlib import Path
@@ -15,10 +16,10 @@ import torch
 import torch.nn.functional as F
 import transformers
 from ranks import run_ranks
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
-from forgather_cli import Trainer, TrainerCallback, TrainingArguments
+from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.errors import ConfigError
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.trainer import subclass
@@ -88,6 +89,7 @@ def trained(kind: str, root: str, arguments: dict[str, Any]) -> tuple[list[float
     return losses, weights, trainer.evaluate()["eval_loss"]
 
 
+@functools.cache
 def plain_pytorch() -> tuple[list[float], dict[str, Tensor], float]:
     model, data, losses = tiny.decoder(), samples(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=PLAIN["learning_rate"])
@@ -122,16 +124,11 @@ def test_compute_loss_is_the_mean_of_the_step_with_accumulation_and_without(
     agree(trained(kind, str(tmp_path), {"per_device_train_batch_size": size, "per_device_eval_batch_size": size}))
 
 
-@pytest.mark.parametrize("kind", ["mean", "counted"])
-@pytest.mark.parametrize("trainer", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(("trainer", "kind"), [("ddp", "mean"), ("fsdp2", "counted")])
 def test_compute_loss_on_two_ranks_is_that_of_one(trainer: str, kind: str, tmp_path: Path) -> None:
     arguments = {"trainer": trainer, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 3}
-    for found in run_ranks(2, summed, kind, str(tmp_path), arguments):
+    for found in run_ranks(2, trained, kind, str(tmp_path), arguments):
         agree(found)
-
-
-def summed(kind: str, root: str, arguments: dict[str, Any]) -> Any:
-    return trained(kind, root, arguments)
 
 
 def test_compute_loss_runs_under_autocast(tmp_path: Path) -> None:
@@ -140,7 +137,7 @@ def test_compute_loss_runs_under_autocast(tmp_path: Path) -> None:
     assert trained("mean", str(tmp_path / "again"), {"bf16": True})[0] != exact[0]
 
 
-def test_the_settings_loss_by_super_is_the_settings_loss(tmp_path: Path) -> None:
+def test_the_settings_loss_by_super_and_own_functions_give_the_settings_loss(tmp_path: Path) -> None:
     seen: list[tuple[bool, float, bool]] = []
 
     class Same(Trainer):
@@ -150,12 +147,18 @@ def test_the_settings_loss_by_super_is_the_settings_loss(tmp_path: Path) -> None
             seen.append((return_outputs, float(kwargs["num_items_in_batch"]), outputs.requires_grad))
             return (loss, outputs) if return_outputs else loss
 
-    runs = []
-    for kind in (Trainer, Same):
-        for loss in ("cross_entropy", "linear_cross_entropy"):
-            arguments = {**PLAIN, "loss": loss, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
-            args = TrainingArguments(str(tmp_path / f"{kind.__name__}-{loss}"), **arguments)
-            trainer = kind(tiny.decoder(), args, None, samples(), samples(4))
+    def own(logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+    def counted(logits: Tensor, labels: Tensor, num_items_in_batch: Tensor) -> Tensor:
+        total = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+        return total / num_items_in_batch
+
+    runs, settings = [], [{"loss": "cross_entropy"}, {"loss": "linear_cross_entropy"}]
+    for kind, losses in ((Trainer, [*settings, {"loss_fn": own}, {"loss_fn": counted}]), (Same, settings)):
+        for n, loss in enumerate(losses):
+            sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+            trainer = made(kind, tmp_path / f"{kind.__name__}-{n}", **{**PLAIN, **sizes, **loss})
             trainer.train()
             runs.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
             runs[-1].append(trainer.evaluate()["eval_loss"])
@@ -166,12 +169,6 @@ def test_the_settings_loss_by_super_is_the_settings_loss(tmp_path: Path) -> None
     training = [count for evaluates, count, _ in seen if not evaluates]
     assert training[:12] == [count for count in targets for _ in range(4)]  # of the step, not of the micro-batch
     assert {(evaluates, grad) for evaluates, _, grad in seen} == {(False, True), (True, False)}
-
-
-def llama() -> transformers.LlamaForCausalLM:
-    torch.manual_seed(0)
-    shape = {**tiny.SHAPE, "vocab_size": 64, "max_position_embeddings": 64}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
 
 
 class Everything:
@@ -218,7 +215,7 @@ def test_a_subclass_written_for_hugging_face_s_trainer_gives_the_same_run(tmp_pa
             str(tmp_path / base.__module__), max_steps=4, per_device_train_batch_size=2, gradient_accumulation_steps=4,
             eval_strategy="steps", eval_steps=2, **QUIET,
         )  # fmt: skip
-        trainer = kind(model=llama(), args=args, train_dataset=rows, eval_dataset=rows[:8])
+        trainer = kind(model=tiny.llama(), args=args, train_dataset=rows, eval_dataset=rows[:8])
         trainer.train()
         logged = [{key: each[key] for key in ("loss", "grad_norm", "learning_rate", "eval_loss", "mine") if key in each}
                   for each in kind.logged if "train_runtime" not in each]  # fmt: skip
@@ -239,11 +236,7 @@ def test_a_subclass_written_for_hugging_face_s_trainer_gives_the_same_run(tmp_pa
 def of_two_ranks(root: str, trainer: str) -> tuple[list[float], str, list[int]]:
     """Losses, the optimizer's class, and how many batches this rank saw of the loaders that the subclass made."""
     seen: list[int] = []
-
-    class Count(TrainerCallback):
-        def on_forward_backward_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            seen.append(state.global_step)
-
+    counts = tiny.acts(on_forward_backward_begin=lambda state, *_, **kwargs: seen.append(state.global_step))
     data = tiny.RandomTokens(32, ragged=True)
     rows = [data[n] for n in range(32)]
     kind = type("Mine", (Everything, Trainer), {"logged": [], "compute_loss": Trainer.compute_loss})
@@ -251,7 +244,7 @@ def of_two_ranks(root: str, trainer: str) -> tuple[list[float], str, list[int]]:
         root, max_steps=4, per_device_train_batch_size=2, global_batch_size=8, eval_strategy="steps", eval_steps=2,
         trainer=trainer, **QUIET,
     )  # fmt: skip
-    made = kind(model=tiny.decoder(), args=args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Count])
+    made = kind(model=tiny.decoder(), args=args, train_dataset=rows, eval_dataset=rows[:8], callbacks=[counts])
     made.train()
     logged = [each[key] for each in kind.logged for key in ("loss", "eval_loss") if key in each]
     return logged, type(made.optimizer.optimizers[0]).__name__, seen
@@ -278,13 +271,12 @@ def test_an_optimizer_of_the_settings_by_super_and_one_that_is_set_before(tmp_pa
         def create_scheduler(self, num_training_steps: int | None, optimizer: Any = None) -> Any:
             return super().create_scheduler(2 * (num_training_steps or 0), optimizer)
 
-    args = TrainingArguments(str(tmp_path / "super"), max_steps=4, learning_rate=1.0, **QUIET)
-    trainer = Slower(tiny.decoder(), args, None, tiny.RandomTokens())
+    trainer = made(Slower, tmp_path / "super", max_steps=4, learning_rate=1.0)
     for _ in range(2):  # each training makes its own
         trainer.train()
         assert {group["weight_decay"] for group in trainer.optimizer.param_groups} == {0.25}
         assert trainer.lr_scheduler.get_last_lr() == [0.5, 0.5]
-    trainer = Trainer(tiny.decoder(), TrainingArguments(str(tmp_path / "set"), max_steps=2, **QUIET), None, samples())
+    trainer = made(Trainer, tmp_path / "set", max_steps=2)
     assert (trainer.optimizer, trainer.lr_scheduler) == (None, None)
     trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.5)
     trainer.train()
@@ -313,7 +305,7 @@ def test_other_names_of_that_library_are_refused_by_name(mixed_in: bool, tmp_pat
     own = dict.fromkeys([*names, "a_method_of_mine"], override)
     kind = type("Mine", (type("Mixin", (), own), Trainer), {}) if mixed_in else type("Mine", (Trainer,), own)
     with pytest.raises(ConfigError) as refused:
-        kind(tiny.decoder(), TrainingArguments(str(tmp_path), **QUIET), None, samples())
+        made(kind, tmp_path)
     assert [problem.split(":")[0] for problem in refused.value.problems] == [f"Mine.{name}" for name in names]
     assert all(";" in problem for problem in refused.value.problems)  # what to do instead
 
@@ -324,16 +316,12 @@ def test_a_private_name_is_refused_whatever_it_is_made(make: Any, tmp_path: Path
 
     def own(*args: Any) -> None: ...
 
-    kind = type("Mine", (Trainer,), {"_save_rng_state": make(own), "_mine": make(own)})
-    with pytest.raises(ConfigError) as refused:
-        kind(tiny.decoder(), TrainingArguments(str(tmp_path), **QUIET), None, samples())
-    assert [problem.split(":")[0] for problem in refused.value.problems] == ["Mine._save_rng_state"]
-
-
-def test_a_private_name_of_a_class_between_is_refused_too(tmp_path: Path) -> None:
     between = type("Between", (Trainer,), {"_load_best_model": lambda self: None})
-    with pytest.raises(ConfigError, match=r"Mine\._load_best_model"):
-        type("Mine", (between,), {})(tiny.decoder(), TrainingArguments(str(tmp_path), **QUIET), None, samples())
+    for base, names in ((Trainer, ["_save_rng_state"]), (between, ["_load_best_model", "_save_rng_state"])):
+        kind = type("Mine", (base,), {"_save_rng_state": make(own), "_mine": make(own)})
+        with pytest.raises(ConfigError) as refused:
+            made(kind, tmp_path)
+        assert [problem.split(":")[0] for problem in refused.value.problems] == [f"Mine.{name}" for name in names]
 
 
 def test_an_optimizer_and_a_scheduler_that_are_only_returned(tmp_path: Path) -> None:
@@ -354,9 +342,8 @@ def test_an_optimizer_and_a_scheduler_that_are_only_returned(tmp_path: Path) -> 
             assert trainer.lr_scheduler.get_last_lr() == [rate]
 
 
-def made(kind: type[Trainer], root: Path, *, strategy: Any = None, **arguments: Any) -> Trainer:
-    args = TrainingArguments(str(root), **{**QUIET, **arguments})
-    return kind(tiny.decoder(), args, None, samples(), samples(4), strategy=strategy)
+def made(kind: type[Trainer], root: Path, **given: Any) -> Trainer:
+    return tiny.script(root, None, samples(), samples(4), kind=kind, **{"logging_steps": 1, **given})
 
 
 def in_a_pipeline(root: str) -> list[str]:
@@ -390,9 +377,7 @@ def test_what_a_strategy_cannot_call_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("answer", [None, 1.0, torch.ones(2), (torch.ones(()), None)])
 def test_what_is_no_loss_is_said(answer: Any, tmp_path: Path) -> None:
     class Wrong(Trainer):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
             return (answer, None) if return_outputs else answer
 
     trainer = made(Wrong, tmp_path, max_steps=1)
@@ -411,22 +396,3 @@ def test_a_metric_of_compute_loss_is_logged_with_the_others(tmp_path: Path) -> N
     trainer.train()
     assert [(r["step"], r["auxiliary"]) for r in tiny.metrics(tmp_path) if "auxiliary" in r] == [(0, 2.0), (1, 2.0)]
     assert "auxiliary" in trainer.state.log_history[0]
-
-
-def test_the_models_that_transformers_knows_give_their_own_loss(tmp_path: Path) -> None:
-    class Theirs(Trainer):
-        def compute_loss(
-            self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            outputs = model(**inputs)
-            return (outputs.loss, outputs) if return_outputs else outputs.loss
-
-    curves = []
-    for kind in (Trainer, Theirs):
-        args = TrainingArguments(str(tmp_path / kind.__name__), per_device_train_batch_size=2,
-                                 gradient_accumulation_steps=4, **PLAIN)  # fmt: skip
-        trainer = kind(llama(), args, None, samples(), samples(5))
-        trainer.train()
-        curves.append([each["loss"] for each in trainer.state.log_history if "loss" in each])
-        curves[-1].append(trainer.evaluate()["eval_loss"])
-    assert curves[1] == pytest.approx(curves[0], rel=1e-5)

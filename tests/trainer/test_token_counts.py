@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny
@@ -15,11 +14,9 @@ import torch
 from program import forgather
 from torch import Tensor
 
-from forgather_cli import Trainer, TrainingArguments
-
 TEXTS = ["a" * 7, "bc" * 9, "defg" * 3, "h" * 30, "ij" * 4, "k"]
 TALKS = [("two and two", "four"), ("the sky", "blue and wide"), ("a" * 20, "b")]
-SEQ_LEN, EPOCH = 32, 3
+SEQ_LEN, EPOCH = 32, 2
 BASE = [
     "model=nano", "precision=fp32", "optimizer=adamw", "callbacks=minimal", "device=cpu", "data.cache_dir=cache",
     "data.tokenizer=bytes", "max_steps=-1", f"num_train_epochs={EPOCH}",
@@ -41,10 +38,6 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
     )
-
-
-def records() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
 
 
 WHOLE = sum(len(text) + 1 for text in TEXTS)
@@ -84,14 +77,14 @@ SPLITS: dict[str, tuple[list[str], int, int]] = {
 def test_tokens_are_without_padding_and_targets_what_the_loss_counts(name: str) -> None:
     words, tokens, targets = SPLITS[name]
     assert forgather("train", *BASE, *words) == 0
-    logged, last = [each for each in records() if "tokens" in each], records()[-1]
+    logged, last = [each for each in tiny.metrics("run") if "tokens" in each], tiny.metrics("run")[-1]
     assert sum(each["tokens"] for each in logged) == EPOCH * tokens
     assert logged[-1]["total_tokens"] == last["total_tokens"] == EPOCH * tokens
     assert sum(each["targets"] for each in logged) == last["total_targets"] == EPOCH * targets
     assert last["tokens_per_second"] * last["train_runtime"] == pytest.approx(EPOCH * tokens)
     timed = [each for each in logged if "tok_per_sec" in each]
     assert all(each["tok_per_sec"] * each["step_time"] == pytest.approx(each["tokens"]) for each in timed)
-    evaluated = [each for each in records() if "eval_loss" in each]
+    evaluated = [each for each in tiny.metrics("run") if "eval_loss" in each]
     assert {(each["eval_tokens"], each["eval_targets"]) for each in evaluated} == {(tokens, targets)}
     if name.startswith("seq2seq"):
         assert sum(each["decoder_tokens"] for each in logged) == EPOCH * targets
@@ -101,9 +94,9 @@ def test_tokens_are_without_padding_and_targets_what_the_loss_counts(name: str) 
 def test_the_last_row_of_an_evaluation_is_counted_as_far_as_it_is_filled() -> None:
     assert WHOLE % SEQ_LEN
     assert forgather("train", *BASE, *TEXT) == 0
-    rows, logged = WHOLE // SEQ_LEN, [each for each in records() if "tokens" in each]
+    rows, logged = WHOLE // SEQ_LEN, [each for each in tiny.metrics("run") if "tokens" in each]
     assert sum(each["tokens"] for each in logged) == EPOCH * rows * SEQ_LEN  # training leaves the last one out
-    evaluated = next(each for each in records() if "eval_loss" in each)
+    evaluated = next(each for each in tiny.metrics("run") if "eval_loss" in each)
     assert (evaluated["eval_tokens"], evaluated["eval_targets"]) == (WHOLE, WHOLE - rows - 1)
 
 
@@ -117,11 +110,8 @@ class Masked(tiny.RandomTokens):
 
 def test_of_a_users_batches_the_mask_says_what_is_padding(tmp_path: Path) -> None:
     data = Masked(8, ragged=True)
-    args = TrainingArguments(
-        str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=8, eval_strategy="steps", eval_steps=1,
-        save_strategy="no", use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    trainer = Trainer(tiny.decoder(), args, None, data, data)
+    settings = {"max_steps": 1, "per_device_train_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = tiny.script(tmp_path / "run", None, data, data, **settings)
     trainer.train()
     tokens = int(data.lengths.sum())
     first = next(each for each in trainer.state.log_history if "tokens" in each)

@@ -10,14 +10,18 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from ranks import RankError, run_ranks
+import torch.distributed as dist
+from ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from forgather_cli import FP16Settings, FSDP2Settings, PipelineSettings, Trainer, TrainingArguments
+from forgather_cli import PipelineSettings, Trainer, TrainingArguments
 from forgather_cli.config.schema import GroupSettings
 from forgather_cli.errors import ConfigError
+from forgather_cli.launch.exit_status import read_exit_record
+from forgather_cli.run_dir import RunDir
+from forgather_cli.strategies.base import check_supported
 from forgather_cli.strategies.build import build_strategy
 
 DATA = [tiny.RandomTokens(1, ragged=True)[0]] * 24  # one sample, so that the order is no matter
@@ -38,27 +42,18 @@ def refusal(arguments: dict[str, Any] | None = None, **given: Any) -> list[str]:
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"fuse_optim_with_backward": True}, ("fuse_optim_with_backward", "max_grad_norm=1", "max_grad_norm=None")),
-    (
-        {"fuse_optim_with_backward": True, "max_grad_norm": None, "gradient_accumulation_steps": 2},
-        ("fuse_optim_with_backward", "gradient_accumulation_steps=1"),
-    ),
-    (
-        {"fuse_optim_with_backward": True, "max_grad_norm": 0, "fp16": True},
-        ("fuse_optim_with_backward", "fp16=True"),
-    ),
+    ({"fuse_optim_with_backward": True, "max_grad_norm": None, "gradient_accumulation_steps": 2},
+     ("fuse_optim_with_backward", "gradient_accumulation_steps=1")),
+    ({"fuse_optim_with_backward": True, "max_grad_norm": 0, "fp16": True}, ("fuse_optim_with_backward", "fp16=True")),
     ({"fuse_optim_with_backward": True, "max_grad_norm": None, "optimizer": "muon"}, ('optimizer="muon"',)),
     ({"load_best_model_at_end": True, "save_strategy": "steps"}, ("load_best_model_at_end", 'eval_strategy="steps"')),
     ({"activation_memory_budget": 0.5}, ("activation_memory_budget", "torch_compile=True")),
-    ({"eval_strategy": "steps"}, ("eval_strategy", "eval_dataset")),
-    ({"eval_steps": 7}, ("eval_steps", 'eval_strategy="steps"')),
     ({"trainer": "pipeline"}, ("trainer", "torchrun")),
     ({"trainer": {"type": "fsdp2", "param_dtype": "fp16"}}, ("param_dtype", 'precision="fp16"')),
     ({"global_batch_size": 7, "gradient_accumulation_steps": 2}, ("gradient_accumulation_steps", "global_batch_size")),
-    ({"dataloader_prefetch_factor": 2}, ("dataloader_prefetch_factor", "dataloader_num_workers=0")),
     ({"nproc_per_node": 2}, ("nproc_per_node", "torchrun")),
-    ({"max_steps": -1, "num_train_epochs": -1}, ("max_steps", "num_train_epochs")),
     ({"optimizer": {"type": "adamw", "groups": {"a": {"regex": "("}}}}, ("optimizer_groups.a.regex",)),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "words"), REFUSED)
@@ -69,37 +64,37 @@ def test_what_a_recipe_is_refused_for_a_script_is_too(arguments: dict[str, Any],
 
 def test_a_given_strategy_is_asked_what_it_can() -> None:
     cannot = build_strategy(TrainingArguments("x", use_cpu=True))
-    cannot.supports_optimizer_in_backward = False
+    cannot.supports_fp16 = cannot.supports_compile = cannot.supports_optimizer_in_backward = False
     [problem] = refusal({"fuse_optim_with_backward": True, "max_grad_norm": None}, strategy=cannot)
     assert "fuse_optim_with_backward" in problem
+    [problem] = refusal({"torch_compile": True}, strategy=cannot)
+    assert "torch_compile" in problem
+    with pytest.raises(ConfigError, match="precision: "):  # one that a recipe names; no object is given the scaler
+        check_supported(TrainingArguments("x", use_cpu=True, fp16=True), cannot)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "given", "words"),
-    [
-        ({"fuse_optim_with_backward": True, "max_grad_norm": None}, {}, ("fuse_optim_with_backward", 'trainer="ddp"')),
-        ({"trainer": "single"}, {}, ("trainer", "ddp")),
-        ({"fp16": True}, {"strategy": "pipeline"}, ("fp16", 'strategy="pipeline"', 'precision="bf16"')),
-        (
-            {"torch_compile": True, "trainer": PipelineSettings(schedule="ZBVZeroBubble")},
-            {},
-            ("torch_compile", 'schedule="ZBVZeroBubble"'),
-        ),
-        ({"trainer": PipelineSettings(n_microbatches=1)}, {}, ("n_microbatches", 'schedule="1F1B"')),
-        ({"trainer": PipelineSettings()}, {}, ("model_init", 'trainer="pipeline"')),
-        ({"per_device_train_batch_size": 6, "trainer": "pipeline"}, {}, ("per_device_train_batch_size", "6")),
-        ({"trainer": {"type": "ddp", "comm_hook": "powersgd"}, "fp16": True}, {}, ("comm_hook", "fp16=True")),
-        ({"global_batch_size": 7}, {}, ("global_batch_size", "2 ranks")),
-        ({"optimizer": "adafactor", "trainer": "fsdp2"}, {}, ("optimizer", "adafactor")),
-    ],
-)
-def test_rules_of_several_ranks(arguments: dict[str, Any], given: dict[str, Any], words: tuple[str, ...]) -> None:
-    for problems in run_ranks(2, two_ranks_given, arguments, given):
-        assert any(all(word in problem for word in words) for problem in problems), problems
+ON_TWO_RANKS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
+    ({"fuse_optim_with_backward": True, "max_grad_norm": None}, {}, ("fuse_optim_with_backward", 'trainer="ddp"')),
+    ({"trainer": "single"}, {}, ("trainer", "ddp")),
+    ({"fp16": True}, {"strategy": "pipeline"}, ("fp16", 'strategy="pipeline"', 'precision="bf16"')),
+    ({"torch_compile": True, "trainer": PipelineSettings(schedule="ZBVZeroBubble")}, {},
+     ("torch_compile", 'schedule="ZBVZeroBubble"')),
+    ({"trainer": PipelineSettings(n_microbatches=1)}, {}, ("n_microbatches", 'schedule="1F1B"')),
+    ({"trainer": PipelineSettings()}, {}, ("model_init", 'trainer="pipeline"')),
+    ({"per_device_train_batch_size": 6, "trainer": "pipeline"}, {}, ("per_device_train_batch_size", "6")),
+    ({"global_batch_size": 7}, {}, ("global_batch_size", "2 ranks")),
+    ({"optimizer": "adafactor", "trainer": "fsdp2"}, {}, ("optimizer", "adafactor")),
+]  # fmt: skip
 
 
-def two_ranks_given(arguments: dict[str, Any], given: dict[str, Any]) -> list[str]:
-    return refusal(arguments, **given)
+def test_rules_of_several_ranks() -> None:
+    for found in run_ranks(2, refused_on_two_ranks):
+        for problems, (_, _, words) in zip(found, ON_TWO_RANKS, strict=True):
+            assert any(all(word in problem for word in words) for problem in problems), problems
+
+
+def refused_on_two_ranks() -> list[list[str]]:
+    return [refusal(arguments, **given) for arguments, given, _ in ON_TWO_RANKS]
 
 
 def test_arguments_that_exclude_each_other() -> None:
@@ -131,17 +126,6 @@ def test_arguments_that_exclude_each_other() -> None:
         assert any(problem.startswith(name) for problem in problems), (arguments, given, problems)
 
 
-def test_options_go_by_name_settings_or_dict() -> None:
-    for option in ("fsdp2", FSDP2Settings(), {"type": "fsdp2"}):
-        assert TrainingArguments("out", trainer=option).trainer == FSDP2Settings()
-    assert TrainingArguments("out", precision=FP16Settings(init_scale=8.0)).precision.init_scale == 8.0  # type: ignore[union-attr]
-    assert TrainingArguments("out", lr_scheduler="wsd").lr_scheduler.type == "wsd"  # type: ignore[union-attr]
-    with pytest.raises(ConfigError, match=r"trainer.*ddp.*fsdp2"):
-        TrainingArguments("out", trainer="fsdp")
-    with pytest.raises(ConfigError, match=r"trainer\.n_microbatch"):
-        TrainingArguments("out", trainer={"type": "pipeline", "n_microbatch": 3})
-
-
 # ------------------------------------------------------------------------------------------- optimizers and schedulers
 
 
@@ -159,14 +143,13 @@ GROUPS: dict[str, Any] = {
 }
 
 
-def trained(path: Path, arguments: dict[str, Any] | None = None, **given: Any) -> dict[str, Tensor]:
-    model = given.pop("model", None) or tiny.decoder()
-    args = TrainingArguments(
-        str(path), max_steps=3, per_device_train_batch_size=8, save_strategy="no", max_grad_norm=None, use_cpu=True,
-        **(arguments or {}),
-    )  # fmt: skip
-    Trainer(model, args, None, DATA, **given).train()
-    return {name: p.detach().clone() for name, p in model.named_parameters()}
+def trained(path: Path | str, **given: Any) -> dict[str, Tensor]:
+    """Whole weights after three steps of at most eight rows."""
+    settings = {"max_steps": 3, "per_device_train_batch_size": 8, "max_grad_norm": None, **given}
+    trainer = tiny.script(path, settings.pop("model", None), DATA, **settings)
+    trainer.train()
+    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in trainer.model.named_parameters()}
+    return {name: tensor.detach().clone() for name, tensor in full.items()}
 
 
 def by_hand(factor: Callable[[int], float]) -> dict[str, Tensor]:
@@ -178,7 +161,6 @@ def by_hand(factor: Callable[[int], float]) -> dict[str, Tensor]:
         with torch.no_grad():
             for name, p in model.named_parameters():
                 lr, decay = (0.05, 0.0) if "norm" in name else (0.2, 0.5)
-                assert p.grad is not None
                 p -= lr * factor(step) * (p.grad + decay * p)
                 p.grad = None
     return {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -194,8 +176,16 @@ def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("groups", GROUPS)
-@pytest.mark.parametrize("way", ["settings", "factory", "class", "object"])
+@pytest.mark.parametrize(
+    ("way", "groups"),
+    [
+        ("settings", "settings"),
+        ("settings", "function"),
+        ("factory", "dict"),
+        ("class", "function"),
+        ("object", "dict"),
+    ],
+)
 def test_groups_are_in_effect_with_every_way_to_give_an_optimizer(tmp_path: Path, way: str, groups: str) -> None:
     model = tiny.decoder()
     rates = {"learning_rate": 0.2, "weight_decay": 0.5}
@@ -206,13 +196,13 @@ def test_groups_are_in_effect_with_every_way_to_give_an_optimizer(tmp_path: Path
         "class": (rates, {"optimizer_cls_and_kwargs": (SGD, {})}),
         "object": ({}, {"optimizers": (sgd(model.parameters()), None)}),
     }[way]
-    weights = trained(tmp_path, arguments, model=model, optimizer_groups=GROUPS[groups], **given)
+    weights = trained(tmp_path, **arguments, model=model, optimizer_groups=GROUPS[groups], **given)
     assert_close(weights, by_hand(linear))
 
 
 def test_weight_decay_reaches_an_optimizer_class_without_norms_and_biases(tmp_path: Path) -> None:
-    args = TrainingArguments(str(tmp_path), max_steps=1, save_strategy="no", use_cpu=True, weight_decay=0.5)
-    trainer = Trainer(tiny.decoder(), args, None, DATA, optimizer_cls_and_kwargs=(AdamW, {"betas": (0.5, 0.6)}))
+    own = (AdamW, {"betas": (0.5, 0.6)})
+    trainer = tiny.script(tmp_path, None, DATA, max_steps=1, weight_decay=0.5, optimizer_cls_and_kwargs=own)
     trainer.train()
     decays = {group["name"]: (group["weight_decay"], group["betas"]) for group in trainer.optimizer.param_groups}
     assert decays == {"no_decay": (0.0, (0.5, 0.6)), "default": (0.5, (0.5, 0.6))}
@@ -246,8 +236,9 @@ def test_schedulers_that_leave_out_an_optimizer_are_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("returns", [True, False])
-def test_a_function_of_the_user_s_checkpoints_activations(tmp_path: Path, returns: bool) -> None:
-    calls = []
+@pytest.mark.parametrize("takes_rank", [True, False])
+def test_a_function_of_the_user_s_checkpoints_activations(tmp_path: Path, returns: bool, takes_rank: bool) -> None:
+    calls, ranks = [], []
 
     def recompute(model: nn.Module) -> nn.Module | None:
         for layer in model.get_submodule("model.layers").children():
@@ -258,20 +249,14 @@ def test_a_function_of_the_user_s_checkpoints_activations(tmp_path: Path, return
         calls.append(1)
         return forward(*args, **kwargs)
 
-    trained(tmp_path, {"gradient_checkpointing": True}, enable_activation_checkpoint_fn=recompute)
-    assert len(calls) == 2 * 3
+    def with_rank(rank: int, model: nn.Module) -> nn.Module | None:
+        ranks.append(rank)
+        return recompute(model)
 
-
-def test_a_checkpointing_function_may_take_the_rank_too(tmp_path: Path) -> None:
-    given: list[Any] = []
-    trained(
-        tmp_path,
-        {"gradient_checkpointing": True},
-        enable_activation_checkpoint_fn=lambda rank, model: given.extend((rank, type(model).__name__)),
-    )
-    assert given == [0, "Decoder"]
-    both = {"gradient_checkpointing": True, "gradient_checkpointing_every": 2}
-    [problem] = refusal(both, enable_activation_checkpoint_fn=len)
+    settings = {"gradient_checkpointing": True}
+    trained(tmp_path, **settings, enable_activation_checkpoint_fn=with_rank if takes_rank else recompute)
+    assert (len(calls), ranks) == (2 * 3, [0] * takes_rank)
+    [problem] = refusal({**settings, "gradient_checkpointing_every": 2}, enable_activation_checkpoint_fn=recompute)
     assert "gradient_checkpointing_every" in problem
     assert "enable_activation_checkpoint_fn" in problem
 
@@ -279,29 +264,30 @@ def test_a_checkpointing_function_may_take_the_rank_too(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------- several ranks
 
 
-def rank_given() -> list[int]:
-    ranks: list[int] = []
+def layers_given() -> list[int]:
+    layers: list[int] = []
+    make(
+        {"gradient_checkpointing": True, "trainer": "pipeline"},
+        model_init=tiny.decoder,
+        enable_activation_checkpoint_fn=lambda model: layers.append(len(model.model.layers)),
+    )
+    return layers
+
+
+def test_a_checkpointing_function_gets_a_stage_after_it_is_cut() -> None:
+    assert run_ranks(2, layers_given) == [[1], [1]]
+
+
+def fused_on_two_ranks(path: str) -> dict[str, Tensor]:
+    ranks: list[int] = []  # a checkpointing function gets its own
     make({"gradient_checkpointing": True}, enable_activation_checkpoint_fn=lambda rank, model: ranks.append(rank))
-    return ranks
-
-
-def test_a_checkpointing_function_gets_its_own_rank() -> None:
-    assert run_ranks(2, rank_given) == [[0], [1]]
-
-
-def fused_on_two_ranks(path: str, strategy: str) -> dict[str, Tensor]:
-    args = TrainingArguments(
-        path, max_steps=3, per_device_train_batch_size=4, save_strategy="no", max_grad_norm=None, use_cpu=True,
-        fuse_optim_with_backward=True, optimizer="sgd", learning_rate=0.2, weight_decay=0.5,
-    )  # fmt: skip
-    trainer = Trainer(tiny.decoder(), args, None, DATA, optimizer_groups=GROUPS["dict"], strategy=strategy)
-    trainer.train()
-    full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in trainer.model.named_parameters()}
-    return {name: tensor.detach().clone() for name, tensor in full.items()}
+    assert ranks == [dist.get_rank()]
+    rates = {"optimizer": "sgd", "learning_rate": 0.2, "weight_decay": 0.5, "optimizer_groups": GROUPS["dict"]}
+    return trained(path, **rates, strategy="fsdp2", per_device_train_batch_size=4, fuse_optim_with_backward=True)
 
 
 def test_the_optimizer_in_the_backward_on_two_ranks(tmp_path: Path) -> None:
-    for weights in run_ranks(2, fused_on_two_ranks, str(tmp_path), "fsdp2"):
+    for weights in run_ranks(2, fused_on_two_ranks, str(tmp_path)):
         assert_close(weights, by_hand(linear))
-    with pytest.raises(RankError, match="fuse_optim_with_backward"):
-        run_ranks(2, fused_on_two_ranks, str(tmp_path), "ddp")
+    ended = read_exit_record(RunDir(tmp_path))
+    assert (ended.code, ended.step) == (0, 3)

@@ -93,7 +93,6 @@ def test_texts_end_before_a_stop_and_at_the_end_token(tmp_path: Path) -> None:
     ("given", "words"),
     [
         ({"prompts": "ab", "top_kk": 3}, ("generate: top_kk", "top_k")),
-        ({"prompts": "ab", "top_p": 1.5}, ("generate: top_p", "1.5")),
         ({"prompts": "ab", "generation_steps": 3}, ("generation_steps",)),
         ({"prompts": 3}, ("prompts: got a int",)),
         ({"prompts": [1, 999]}, ("prompts", "64 tokens", "999")),

@@ -15,18 +15,9 @@ import transformers
 from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.data.loaders.collate import Counts
 from forgather_cli.distributed import World
-from forgather_cli.errors import ConfigError
 from forgather_cli.trainer.metrics import Flops, TrainMetrics
 
 CPU = torch.device("cpu")
-
-
-def llama() -> transformers.LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2
-    )
-    return transformers.LlamaForCausalLM(config)
 
 
 def measures(told: Any) -> dict[str, Any]:
@@ -39,6 +30,9 @@ def measures(told: Any) -> dict[str, Any]:
         found["logits"] = np.float32(predictions.sum())
     if told.inputs is not None:
         found["inputs"] = int(told.inputs.sum())
+    if told.losses is not None:  # of each row the mean of its batch
+        assert len(told.losses) == len(labels)
+        found["losses"] = np.float32(told.losses.mean())
     return found
 
 
@@ -46,7 +40,7 @@ def measures(told: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("preprocess", "settings"),
     [
-        (None, {"include_for_metrics": ["inputs"], "eval_accumulation_steps": 2}),
+        (None, {"include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 2}),
         (lambda logits, labels: logits.argmax(-1), {}),
         (None, {"prediction_loss_only": True}),
     ],
@@ -61,14 +55,15 @@ def test_compute_metrics_gets_what_the_library_gives_it(
         (Trainer, TrainingArguments),
     ):
         trainer = trainer_class(
-            model=llama(), args=arguments_class(str(tmp_path), **common), eval_dataset=data,
+            model=tiny.llama(), args=arguments_class(str(tmp_path), **common), eval_dataset=data,
             compute_metrics=measures, preprocess_logits_for_metrics=preprocess,
         )  # fmt: skip
         answers.append((trainer.evaluate(), trainer.predict(data)))
     (theirs, their_output), (mine, my_output) = answers
-    names = {"eval_accuracy", "eval_rows", "eval_logits", "eval_inputs"} & theirs.keys()
+    measured = {f"eval_{name}" for name in ("accuracy", "rows", "logits", "inputs", "losses")}
+    names = measured & theirs.keys()
     assert {name: mine[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-5)
-    assert names == {"eval_accuracy", "eval_rows", "eval_logits", "eval_inputs"} & mine.keys()
+    assert names == measured & mine.keys()
     assert all(isinstance(mine[name], int | float) for name in names)
     if settings.get("prediction_loss_only"):
         assert (names, my_output.predictions, their_output.predictions) == (set(), None, None)
@@ -78,52 +73,9 @@ def test_compute_metrics_gets_what_the_library_gives_it(
     assert my_output.metrics["test_accuracy"] == pytest.approx(their_output.metrics["test_accuracy"])
 
 
-def test_metrics_of_the_user_choose_the_best_model(tmp_path: Path) -> None:
-    rising = iter((0.1, 0.9, 0.5))
-    args = TrainingArguments(
-        str(tmp_path), max_steps=3, eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
-        metric_for_best_model="rank",
-    )  # fmt: skip
-    data = tiny.RandomTokens(16)
-    trainer = Trainer(
-        llama(),
-        args,
-        None,
-        data,
-        data,
-        compute_metrics=lambda told: {"rank": next(rising), "losses": told.losses is None},
-    )
-    trainer.train()
-    assert (trainer.state.best_metric, trainer.state.best_global_step) == (0.9, 2)
-
-
-def test_wrong_answers_of_the_users_functions_are_named(tmp_path: Path) -> None:
-    args, data = TrainingArguments(str(tmp_path)), tiny.RandomTokens(4)
-    with pytest.raises(ConfigError, match="compute_metrics"):
-        Trainer(llama(), args, eval_dataset=data, compute_metrics=lambda told: 0.5).evaluate()
-    trainer = Trainer(
-        llama(), args, eval_dataset=data, compute_metrics=measures, preprocess_logits_for_metrics=lambda *both: both
-    )
-    with pytest.raises(ConfigError, match="preprocess_logits_for_metrics"):
-        trainer.evaluate()
-
-
-def test_losses_are_the_means_of_their_batches(tmp_path: Path) -> None:
-    told: list[Any] = []
-    args = TrainingArguments(str(tmp_path), include_for_metrics=["loss"], per_device_eval_batch_size=4)
-    trainer = Trainer(
-        llama(), args, eval_dataset=tiny.RandomTokens(8), compute_metrics=lambda each: told.append(each) or {}
-    )
-    loss = trainer.evaluate()["eval_loss"]
-    assert told[0].losses.shape == (8,)
-    assert told[0].losses.mean() == pytest.approx(loss, rel=1e-6)
-    assert [len(each) for each in told[0]] == [8, 8, 8]  # predictions, labels, losses
-
-
 def test_results_are_printed_and_written_as_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tiny.RandomTokens(16)
-    args = TrainingArguments(str(tmp_path), max_steps=2, save_strategy="no")
-    trainer = Trainer(llama(), args, None, data, data)
+    trainer = tiny.script(tmp_path, None, data, data, max_steps=2)
     done = trainer.train()
     assert (trainer.is_world_process_zero(), trainer.is_local_process_zero()) == (True, True)
     capsys.readouterr()
@@ -145,8 +97,7 @@ def test_results_are_printed_and_written_as_there(tmp_path: Path, capsys: pytest
 
 def test_dataloaders_yield_the_batches_that_are_trained_and_evaluated(tmp_path: Path) -> None:
     data = tiny.RandomTokens(22)
-    args = TrainingArguments(str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=2)
-    trainer = Trainer(llama(), args, None, data, data)
+    trainer = tiny.script(tmp_path, None, data, data, per_device_train_batch_size=4, gradient_accumulation_steps=2)
     loader = trainer.get_train_dataloader()
     batches = list(loader)
     assert [len(batch["input_ids"]) for batch in batches] == [4, 4, 4, 4, 4, 2]

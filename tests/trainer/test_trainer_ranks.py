@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,14 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from parity import scratch
 from ranks import RankError, run_ranks
 from saving import damage, flip
 
-from forgather_cli.callbacks.base import CommandCounts, TrainerCallback, TrainerControl
+from forgather_cli.callbacks.base import TrainerCallback, TrainerControl
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.data.loaders.collate import Counts, Step
 from forgather_cli.errors import ConfigError
-from forgather_cli.launch.context import RankContext
-from forgather_cli.launch.place import Place
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer import Trainer, TrainingArguments
@@ -46,8 +46,9 @@ def trained(root: str, *overrides: str, **hooks: Any) -> dict[str, Any]:
     }
 
 
-def single(root: Path, *overrides: str) -> dict[str, Any]:
-    return trained(str(root), *overrides)
+@functools.cache
+def single(*overrides: str) -> dict[str, Any]:
+    return trained(str(scratch() / f"single-{single.cache_info().misses}"), *overrides)
 
 
 def values(result: dict[str, Any], key: str) -> list[float]:
@@ -57,7 +58,7 @@ def values(result: dict[str, Any], key: str) -> list[float]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_count_and_log_together_what_one_rank_does(layout: str, tmp_path: Path) -> None:
     settings = ("logging_steps=2", "logging_first_step=false", "data.ragged=true", "eval_steps=4", "save_strategy=no")
-    alone = single(tmp_path / "single", *settings)
+    alone = single(*settings)
     ranks = run_ranks(2, trained, str(tmp_path / layout), *LAYOUTS[layout], *settings)
     for result in ranks:
         assert [result[key] for key in ("step", "tokens", "samples", "parameters")] == [
@@ -72,9 +73,10 @@ def test_ranks_count_and_log_together_what_one_rank_does(layout: str, tmp_path: 
 
 
 def recomputing(root: str, *overrides: str) -> tuple[list[str], list[float]]:
-    """The layers of this rank that recompute their activations in a run, and the gradient norms of its steps."""
+    """The layers of this rank that recompute their activations in a run, and the gradient norms of its steps. Under
+    anomaly mode, which changes no number either."""
     run = Path(root)
-    more = ("gradient_checkpointing=true", "gradient_checkpointing_every=2", "nproc_per_node=2")
+    more = ("gradient_checkpointing=true", "gradient_checkpointing_every=2", "detect_anomaly=true", "nproc_per_node=2")
     trainer = tiny.train(tiny.config(run, *EVERY, *more, *overrides), RunDir(run))
     parts = [part for part in trainer.strategy.parts if isinstance(part, Decoder)]
     names = [name for part in parts for name, layer in part.model.layers.items() if "forward" in vars(layer)]
@@ -90,70 +92,16 @@ def test_every_second_layer_of_the_full_model_is_recomputed(layout: str, tmp_pat
     ranks = run_ranks(2, recomputing, str(tmp_path / "ranks"), *words)
     found = [names for names, _ in ranks]
     assert sorted(found[0] + found[1]) == ["0", "2", "4"] if "pipeline" in words[0] else found == [["0", "2", "4"]] * 2
-    alone = single(tmp_path / "alone", *EVERY)
     for _, norms in ranks:
-        assert norms == pytest.approx(values(alone, "grad_norm"), rel=1e-5)
-
-
-@pytest.mark.parametrize("layout", [*LAYOUTS, "ZBVZeroBubble"])
-def test_anomaly_mode_changes_no_number_of_any_strategy(layout: str, tmp_path: Path) -> None:
-    words = LAYOUTS.get(layout) or ("trainer=pipeline", f"schedule={layout}", "n_microbatches=4")
-    ranks = run_ranks(2, trained, str(tmp_path / "ranks"), *EVERY, *words, "detect_anomaly=true")
-    alone = single(tmp_path / "alone", *EVERY)
-    for result in ranks:
-        assert values(result, "grad_norm") == pytest.approx(values(alone, "grad_norm"), rel=1e-5)
-
-
-def told_on(rank: int, from_poll: int, root: str, *overrides: str) -> dict[str, Any]:
-    """A run in which one rank gets SIGTERM."""
-    polls = iter(range(10_000))
-    heard: list[int] = []
-    context = RankContext(Place(dist.get_rank(), 2))
-    context.poll = lambda: 15 if dist.get_rank() == rank and next(polls) >= from_poll else None
-    context.acknowledge = heard.append
-    result = trained(
-        root,
-        *overrides,
-        rank=context,
-    )
-    return {**result, "heard": heard}
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_checkpoint(rank: int, tmp_path: Path) -> None:
-    settings = ("trainer=ddp", "max_steps=50", "eval_strategy=no", "save_strategy=no")
-    ranks = run_ranks(2, told_on, rank, 6, str(tmp_path), *settings)
-    assert [result["stopped_by"] for result in ranks] == [15, 15]
-    assert [result["heard"] for result in ranks] == [[15], [15]]
-    assert ranks[0]["step"] == ranks[1]["step"] <= 8
-    assert RunDir(tmp_path).checkpoint_steps() == [ranks[0]["step"]]
-
-
-def test_a_signal_in_an_evaluation_discards_it_on_all_ranks(tmp_path: Path) -> None:
-    settings = ("trainer=ddp", "eval_on_start=true", "data.num_eval_samples=64", "per_device_eval_batch_size=1")
-    ranks = run_ranks(2, told_on, 1, 5, str(tmp_path), *settings)
-    assert [(result["stopped_by"], result["step"], values(result, "eval_loss")) for result in ranks] == [
-        (15, 0, [])
-    ] * 2
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("samples", [2, 7, 9])
-def test_uneven_evaluation_counts_every_example_once(layout: str, samples: int, tmp_path: Path) -> None:
-    settings = (f"data.num_eval_samples={samples}", "per_device_eval_batch_size=2", "max_steps=1", "eval_on_start=true",
-                "eval_steps=100", "save_strategy=no", "data.ragged=true")  # fmt: skip
-    alone = single(tmp_path / "single", *settings)
-    for result in run_ranks(2, trained, str(tmp_path / layout), *LAYOUTS[layout], *settings):
-        assert values(result, "eval_loss") == pytest.approx(values(alone, "eval_loss"), rel=1e-6)
-        assert values(result, "eval_tokens") == values(alone, "eval_tokens")
+        assert norms == pytest.approx(values(single(*EVERY), "grad_norm"), rel=1e-5)
 
 
 def test_an_open_log_interval_goes_on_with_the_sums_of_all_ranks(tmp_path: Path) -> None:
     settings = ("max_steps=6", "logging_steps=6", "logging_first_step=false", "eval_strategy=no")
-    alone = single(tmp_path / "single", *settings)
+    alone = single(*settings)
     run_ranks(2, trained, str(tmp_path / "ranks"), "trainer=ddp", "save_steps=3", *settings)
     saved = RunDir(tmp_path / "ranks").checkpoint(3)
-    went_on = single(tmp_path / "more", *settings, f"resume_from_checkpoint={saved}")
+    went_on = single(*settings, f"resume_from_checkpoint={saved}")
     assert values(went_on, "loss") == pytest.approx(values(alone, "loss"), rel=1e-6)
     assert values(went_on, "grad_norm") == pytest.approx(values(alone, "grad_norm"), rel=1e-6)
 
@@ -182,63 +130,51 @@ def test_ranks_that_train_by_themselves_resume_with_their_own_moments(tmp_path: 
         assert all(torch.equal(value, through[rank][1][name]) for name, value in again[rank][1].items())
     different = [n for n, value in through[0][1].items() if not torch.equal(value, through[1][1][n])]
     assert different
-    alone = single(tmp_path / "alone", "max_steps=8", f"resume_from_checkpoint={saved}", "data.ragged=true")
+    alone = single("max_steps=8", f"resume_from_checkpoint={saved}", "data.ragged=true")
     assert alone["step"] == 8  # with the mean of both
 
 
 # -------------------------------------------------------------------------------------------------- the Python surface
 
 
-def python_trainer(root: str) -> Trainer:
-    args = TrainingArguments(f"{root}/out", per_device_eval_batch_size=3, report_to="none", use_cpu=True)
-    return Trainer(model_init=tiny.decoder, args=args, eval_dataset=tiny.RandomTokens(7))
-
-
-def predicted(root: str) -> Any:
-    trainer = python_trainer(root)
-    output = trainer.predict(tiny.RandomTokens(7, ragged=True))
-    trainer.save_model(f"{root}/saved")
-    return output.predictions, output.label_ids, output.metrics["test_loss"], trainer.strategy.name
-
-
-def test_predict_and_save_model_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
-    one = predicted(str(tmp_path / "one"))
-    for logits, labels, loss, name in run_ranks(2, predicted, str(tmp_path / "two")):
-        assert name == "ddp"
-        np.testing.assert_allclose(logits, one[0], atol=1e-6)
-        np.testing.assert_array_equal(labels, one[1])
-        assert loss == pytest.approx(one[2], rel=1e-6)
-    weights = [(tmp_path / run / "saved" / "model.safetensors").read_bytes() for run in ("one", "two")]
-    assert weights[0] == weights[1]
-
-
-def measured(root: str) -> tuple[dict[str, float], list[Any]]:
-    """Metrics of an evaluation, and what ``compute_metrics`` was given for them."""
+def measured(root: str) -> dict[str, Any]:
+    """Metrics of an evaluation, what ``compute_metrics`` was given for them, and what is predicted; saves the model."""
     told: list[Any] = []
 
     def measures(prediction: Any) -> dict[str, float]:
-        told.extend(prediction)
+        told.append(list(prediction))
         counted = prediction.label_ids[:, 1:] != -100
         right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
         return {"accuracy": right[counted].mean(), "rows": len(right), "losses": prediction.losses.mean()}
 
-    settings = {"per_device_eval_batch_size": 3, "include_for_metrics": ["inputs", "loss"], "use_cpu": True}
-    args = TrainingArguments(f"{root}/out", **settings)
-    trainer = Trainer(
-        model_init=tiny.decoder, args=args, eval_dataset=tiny.RandomTokens(23, ragged=True), compute_metrics=measures
-    )
+    trainer = tiny.script(
+        f"{root}/out", None, evaluated=tiny.RandomTokens(23, ragged=True), model_init=tiny.decoder,
+        compute_metrics=measures, per_device_eval_batch_size=3, include_for_metrics=["inputs", "loss"],
+    )  # fmt: skip
     metrics = trainer.evaluate()
-    return {name: metrics[f"eval_{name}"] for name in ("accuracy", "rows", "loss")}, told
+    trainer.save_model(f"{root}/saved")
+    trainer.compute_metrics = None
+    predicted = trainer.predict(tiny.RandomTokens(7, ragged=True))
+    return {
+        "metrics": {name: metrics[f"eval_{name}"] for name in ("accuracy", "rows", "loss")},
+        "given": told[0],
+        "predicted": (predicted.predictions, predicted.label_ids, predicted.metrics["test_loss"]),
+        "strategy": trainer.strategy.name,
+    }
 
 
-def test_compute_metrics_on_two_ranks_gets_and_gives_what_one_does(tmp_path: Path) -> None:
-    one, given = measured(str(tmp_path / "one"))
-    assert one["rows"] == 23
-    for metrics, told in run_ranks(2, measured, str(tmp_path / "two")):
-        assert metrics == pytest.approx(one, rel=1e-6)
-        assert len(told) == len(given) == 4  # predictions, labels, inputs, losses
-        for mine, expected in zip(told[:3], given[:3], strict=True):
+def test_evaluate_predict_and_save_model_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
+    one = measured(str(tmp_path / "one"))
+    assert one["metrics"]["rows"] == 23
+    for two in run_ranks(2, measured, str(tmp_path / "two")):
+        assert two["strategy"] == "ddp"
+        assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-6)
+        assert len(two["given"]) == len(one["given"]) == 4  # predictions, labels, inputs, losses
+        found, wanted = ((*each["given"][:3], *each["predicted"]) for each in (two, one))
+        for mine, expected in zip(found, wanted, strict=True):
             np.testing.assert_allclose(mine, expected, atol=1e-6)
+    weights = [(tmp_path / run / "saved" / "model.safetensors").read_bytes() for run in ("one", "two")]
+    assert weights[0] == weights[1]
 
 
 def random_seed_of(root: str) -> int:
@@ -269,7 +205,6 @@ def agreed() -> list[Any]:
 
     def read(sync: StepSync) -> tuple[Agreed, int | None]:
         agreed = sync.read()
-        assert agreed is not None
         assert agreed is sync.read()
         sync.apply_requests(agreed.requests)
         sync.clear()
@@ -304,68 +239,6 @@ def test_one_rank_needs_no_group(asked: int | None, signum: int | None) -> None:
     assert sync.signum == signum
 
 
-class Asks(TrainerCallback):
-    """Commands of rank 0: asks for ``what`` after ``step``, and notes what ranks agree on, and when."""
-
-    def __init__(self, step: int, what: CommandCounts) -> None:
-        self.step, self.what, self.now = step, what, CommandCounts()
-        self.heard: list[tuple[int, CommandCounts]] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.state = state
-        kwargs["trainer"].run.sync.commands = self
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step and state.is_world_process_zero:
-            self.now = self.what
-
-    def asked(self) -> CommandCounts:
-        return self.now
-
-    def on_agreed(self, all_ranks: CommandCounts) -> None:
-        self.heard.append((self.state.global_step, all_ranks))
-
-
-def commanded(
-    root: str, what: CommandCounts, *overrides: str
-) -> tuple[int, list[tuple[int, CommandCounts]], list[int]]:
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    layout = ("trainer=ddp", "nproc_per_node=2") if ranks > 1 else ()
-    config = tiny.config(Path(root), *layout, "max_steps=8", "eval_strategy=no", *overrides)
-    asks = Asks(2, what)
-    trainer = Trainer(model_init=tiny.decoder, args=config, train_dataset=tiny.RandomTokens(64), callbacks=[asks])
-    trainer.train()
-    return trainer.state.global_step, asks.heard, RunDir(Path(root)).checkpoint_steps()
-
-
-COMMANDS = {
-    "save": (CommandCounts(saves=1), 8, [8]),
-    "stop": (CommandCounts(stops=1), 4, [4]),
-    "save_and_stop": (CommandCounts(saves=1, stops=1), 4, [4]),
-    "abort": (CommandCounts(aborts=1), 4, []),
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", COMMANDS)
-def test_all_ranks_obey_a_command_at_most_two_steps_later(tmp_path: Path, ranks: int, name: str) -> None:
-    what, last, _ = COMMANDS[name]
-    answers = run_ranks(ranks, commanded, str(tmp_path), what) if ranks > 1 else [commanded(str(tmp_path), what)]
-    for step, heard, saved in answers:
-        assert [asked for _, asked in heard] == [what]
-        assert 2 <= heard[0][0] <= 4
-        assert step == last if last == 8 else step <= last
-        assert len(saved) == {"save": 2, "abort": 0}.get(name, 1)
-        assert all(2 < s <= 4 or s == step for s in saved)
-    assert len({(step, tuple(saved)) for step, _, saved in answers}) == 1
-
-
-def test_a_command_to_save_and_stop_saves_although_nothing_else_is_saved(tmp_path: Path) -> None:
-    answers = run_ranks(2, commanded, str(tmp_path), CommandCounts(saves=1, stops=1), "save_strategy=no")
-    assert [len(saved) for _, _, saved in answers] == [1, 1]
-    assert len({step for step, _, _ in answers}) == 1
-
-
 class DamagesTheLast(TrainerCallback):
     """Flips a bit of the weights of the checkpoint of step 4, on rank 0."""
 
@@ -374,78 +247,64 @@ class DamagesTheLast(TrainerCallback):
             damage(kwargs["checkpoint"] / "model/model.safetensors", flip(-1))
 
 
-def loads_the_best(root: str) -> tuple[int, str | None, dict[str, torch.Tensor]]:
-    """The step of the best evaluation, the checkpoint that is named as the best, and the weights at the end."""
-    settings = ["eval_steps=2", "save_steps=2", "load_best_model_at_end=true", "learning_rate=1e-2", "warmup_steps=0"]
-    config = tiny.config(Path(root), "trainer=ddp", "nproc_per_node=2", *settings)
-    data = tiny.RandomTokens(8)
-    trainer = Trainer(
-        model_init=tiny.decoder, args=config, train_dataset=data, eval_dataset=data, callbacks=[DamagesTheLast()]
-    )
-    trainer.train()
-    return trainer.state.best_global_step, trainer.state.best_model_checkpoint, trainer.model.state_dict()
-
-
-def test_a_damaged_best_checkpoint_is_loaded_by_no_rank(tmp_path: Path) -> None:
-    ranks = run_ranks(2, loads_the_best, str(tmp_path))
-    saved = Reader(RunDir(tmp_path).checkpoint(2))
-    for best, named, weights in ranks:
-        assert (best, named) == (4, str(saved.path))
-        assert all(torch.equal(saved.read(name), weights[name]) for name in saved.model_names())
-
-
 class AccuracyOfRank0(TrainerCallback):
-    def __init__(self, until: int) -> None:
-        self.until = until
+    """Adds a metric on rank 0 alone, at some steps."""
+
+    def __init__(self, by_step: dict[int, float]) -> None:
+        self.by_step = by_step
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and state.global_step <= self.until:
-            kwargs["metrics"]["eval_accuracy"] = 0.5
+        if state.is_world_process_zero and state.global_step in self.by_step:
+            kwargs["metrics"]["eval_accuracy"] = self.by_step[state.global_step]
 
 
-def best_by_accuracy(root: str, until: int) -> tuple[int, str]:
-    settings = ("eval_steps=2", "save_steps=2", "load_best_model_at_end=true", "greater_is_better=true")
-    layout = ("trainer=ddp", "nproc_per_node=2", "metric_for_best_model=accuracy")
-    config, data = tiny.config(Path(root), *layout, *settings), tiny.RandomTokens(64)
-    callbacks = [AccuracyOfRank0(until)]
-    trainer = Trainer(model_init=tiny.decoder, args=config, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+def compares(root: str, callback: TrainerCallback, *settings: str) -> dict[str, Any]:
+    """What a run that evaluates every second step came to."""
+    config = tiny.config(Path(root), "trainer=ddp", "nproc_per_node=2", "eval_steps=2", *settings)
+    data, refused = tiny.RandomTokens(8), ""
+    trainer = Trainer(model_init=tiny.decoder, args=config, train_dataset=data, eval_dataset=data, callbacks=[callback])
     try:
         trainer.train()
     except ConfigError as error:
-        return trainer.state.global_step, str(error)
-    return trainer.state.global_step, Path(trainer.state.best_model_checkpoint or "none").name
+        refused = str(error)
+    best = Path(trainer.state.best_model_checkpoint or "none").name
+    found = {"step": trainer.state.global_step, "refused": refused, "saved": trainer.run_dir.checkpoint_steps()}
+    return {**found, "best": (trainer.state.best_global_step, best), "weights": trainer.model.state_dict()}
 
 
-@pytest.mark.parametrize(("until", "step", "told"), [(4, 4, "step-00000002"), (0, 2, "at step 2 has no accuracy; set")])
-def test_ranks_miss_the_best_metric_together(tmp_path: Path, until: int, step: int, told: str) -> None:
+LOADS_BEST = ("load_best_model_at_end=true", "save_steps=2")
+BY_ACCURACY = ("metric_for_best_model=accuracy", "greater_is_better=true")
+
+
+def test_a_damaged_best_checkpoint_is_loaded_by_no_rank(tmp_path: Path) -> None:
+    settings = (*LOADS_BEST, "learning_rate=1e-2", "warmup_steps=0")
+    ranks = run_ranks(2, compares, str(tmp_path), DamagesTheLast(), *settings)
+    saved = Reader(RunDir(tmp_path).checkpoint(2))
+    for found in ranks:
+        assert found["best"] == (4, saved.path.name)
+        assert all(torch.equal(saved.read(name), found["weights"][name]) for name in saved.model_names())
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "step", "best", "told"),
+    [({2: 0.5, 4: 0.5}, 4, (2, "step-00000002"), ""), ({}, 2, (None, "none"), "at step 2 has no accuracy; set")],
+)
+def test_ranks_miss_the_best_metric_together(
+    tmp_path: Path, accuracies: dict[int, float], step: int, best: tuple[int | None, str], told: str
+) -> None:
     """What rank 0 has counts: a callback may add a metric there alone."""
-    first, second = run_ranks(2, best_by_accuracy, str(tmp_path), until)
-    assert first == second
-    assert first[0] == step
-    assert told in first[1]
-
-
-class BetterOnRank0(TrainerCallback):
-    """Adds a metric on rank 0 alone, which is better at every second evaluation."""
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            kwargs["metrics"]["eval_accuracy"] = 0.5 + state.global_step / 100 if state.global_step % 4 == 0 else 0.1
-
-
-def saves_the_best(root: str) -> tuple[list[int], Any]:
-    settings = ("eval_steps=2", "save_strategy=best", "greater_is_better=true", "max_steps=9", "save_total_limit=null")
-    layout = ("trainer=ddp", "nproc_per_node=2", "metric_for_best_model=accuracy")
-    config, data = tiny.config(Path(root), *layout, *settings), tiny.RandomTokens(128)
-    trainer = Trainer(
-        model_init=tiny.decoder, args=config, train_dataset=data, eval_dataset=data, callbacks=[BetterOnRank0]
-    )
-    trainer.train()
-    return trainer.run_dir.checkpoint_steps(), trainer.state.best_global_step
+    callback = AccuracyOfRank0(accuracies)
+    for found in run_ranks(2, compares, str(tmp_path), callback, *LOADS_BEST, *BY_ACCURACY):
+        assert (found["step"], found["best"]) == (step, best)
+        assert told in found["refused"]
+        assert bool(told) == bool(found["refused"])
 
 
 def test_ranks_save_the_best_of_rank_0_together(tmp_path: Path) -> None:
-    assert run_ranks(2, saves_the_best, str(tmp_path)) == [([2, 4, 8, 9], 8)] * 2
+    callback = AccuracyOfRank0({2: 0.1, 4: 0.54, 6: 0.1, 8: 0.58})
+    settings = ("save_strategy=best", "max_steps=9", "save_total_limit=null", *BY_ACCURACY)
+    for found in run_ranks(2, compares, str(tmp_path), callback, *settings):
+        assert (found["saved"], found["best"][0]) == ([2, 4, 8, 9], 8)
 
 
 def diverging_seed(root: str) -> None:
@@ -463,40 +322,7 @@ def test_divergence_ends_all_ranks_at_one_step(tmp_path: Path) -> None:
     assert str(first) == str(second)
 
 
-# -------------------------------------------------------------------------------------------------------- ordered data
-
-
-class Stream(torch.utils.data.IterableDataset[dict[str, torch.Tensor]]):
-    """The samples of tiny.RandomTokens in order."""
-
-    def __init__(self, length: int, seed: int) -> None:
-        self.tokens = tiny.RandomTokens(length, seed)
-
-    def __iter__(self) -> Any:
-        return iter(self.tokens)
-
-
-def from_stream(
-    root: str, lengths: list[int], *, own_seed: bool = False, resume: bool = False, **changes: Any
-) -> tuple[list[float], int]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    data = Stream(lengths[rank], rank if own_seed else 0)
-    settings = {"num_train_epochs": -1, "lr_scheduler_type": "constant", "save_strategy": "no", **changes}
-    args = TrainingArguments(
-        root, report_to="none", use_cpu=True, logging_steps=1, per_device_train_batch_size=2, learning_rate=1e-2,
-        global_batch_size=4, **settings,
-    )  # fmt: skip
-    trainer = Trainer(model_init=tiny.decoder, args=args, train_dataset=data, eval_dataset=Stream(7, 1))
-    trainer.train(resume_from_checkpoint=resume)
-    return [record["loss"] for record in trainer.state.log_history if "grad_norm" in record], trainer.state.global_step
-
-
-def test_a_stream_is_read_by_rank_0_for_all(tmp_path: Path) -> None:
-    alone = from_stream(str(tmp_path / "one"), [18])
-    assert alone[1] == 5
-    for losses, steps in run_ranks(2, from_stream, str(tmp_path / "two"), [18, 0]):
-        assert steps == 5
-        assert losses == pytest.approx(alone[0], rel=1e-5)
+# ------------------------------------------------------------------------------------------------- data of each rank
 
 
 @pytest.mark.parametrize("epochs", [-1, 2])
@@ -507,7 +333,16 @@ def test_shards_of_uneven_length_end_training_together(tmp_path: Path, epochs: i
     assert again == (([], once[0][1]),) * 2  # there is nothing left
 
 
-def shards(root: str, epochs: int) -> tuple[tuple[list[float], int], ...]:
-    settings: dict[str, Any] = {"num_train_epochs": epochs, "save_strategy": "epoch", "own_seed": True}
-    settings |= {"dispatch_batches": False, "eval_strategy": "no"}
-    return tuple(from_stream(root, [11, 30], resume=resume, **settings) for resume in (False, True))
+def shards(root: str, epochs: int) -> list[tuple[list[float], int]]:
+    """(losses, steps) of a run, and of one that goes on with it."""
+    rank, found = dist.get_rank(), []
+    data = tiny.stream(tiny.RandomTokens((11, 30)[rank], rank))
+    for resume in (False, True):
+        trainer = tiny.script(
+            root, None, data, num_train_epochs=epochs, save_strategy="epoch", logging_steps=1,
+            global_batch_size=4, per_device_train_batch_size=2, lr_scheduler_type="constant", dispatch_batches=False,
+        )  # fmt: skip
+        trainer.train(resume_from_checkpoint=resume)
+        losses = [record["loss"] for record in trainer.state.log_history if "grad_norm" in record]
+        found.append((losses, trainer.state.global_step))
+    return found

@@ -1,26 +1,24 @@
-"""A script's Trainer leaves a run directory as ``forgather train`` does, and trains under every strategy."""
+"""A script's Trainer leaves a run directory as ``forgather train`` does."""
 
 from __future__ import annotations
 
 import json
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
-import yaml
-from program import Process, forgather
-from ranks import run_ranks
-from torch.distributed.tensor import DTensor
+from program import forgather
 
-from forgather_cli import FSDP2Settings, PipelineSettings, Trainer, TrainerCallback, TrainingArguments
+from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.config.decode import load_saved
 from forgather_cli.data.text.tokenizer import ByteTokenizer
-from forgather_cli.errors import CallbackError, DataError, SetupError, TrainingError
+from forgather_cli.errors import CallbackError, SetupError, TrainingError
 from forgather_cli.launch.exit_status import read_exit_record
+from forgather_cli.models.decoder import Decoder
+from forgather_cli.models.init import init_parameters
 from forgather_cli.run_dir import RunDir
 
 
@@ -66,22 +64,6 @@ def test_the_commands_take_a_script_s_directory(tmp_path: Path, capsys: pytest.C
         assert 4 < json.loads(capsys.readouterr().out)["eval_loss"] < 7
 
 
-def test_a_run_is_gone_on_with_or_overwritten_and_never_mixed(tmp_path: Path) -> None:
-    trainer(tmp_path).train()
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(SetupError, match=r"resume_from_checkpoint=true.*overwrite_output_dir=true"):
-        trainer(tmp_path, max_steps=2).train()
-    with pytest.raises(DataError, match="labels"):
-        trainer(tmp_path, max_steps=2, overwrite_output_dir=True, data=[{"input_ids": "no tensor"}] * 8).train()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert trainer(tmp_path, max_steps=6).train(resume_from_checkpoint=True).global_step == 6
-    assert [step for step, *_ in tiny.training_curve(tmp_path)] == [1, 2, 3, 4, 5, 6]
-    assert yaml.safe_load((tmp_path / "config.1.yaml").read_text())["max_steps"] == 6
-    assert trainer(tmp_path, max_steps=2, overwrite_output_dir=True).train().global_step == 2
-    assert RunDir(tmp_path).checkpoint_steps() == [2]
-    assert [step for step, *_ in tiny.training_curve(tmp_path)] == [1, 2]
-
-
 def test_what_was_resumed_from_another_run_is_saved_in_this_one_without_a_step_too(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,7 +71,6 @@ def test_what_was_resumed_from_another_run_is_saved_in_this_one_without_a_step_t
     trainer(tmp_path / "a").train()
     assert trainer(tmp_path / "b").train(resume_from_checkpoint=from_other).global_step == 4
     ended = read_exit_record(RunDir(tmp_path / "b"))
-    assert ended is not None
     assert (ended.state, ended.code, ended.step) == ("done", 0, 4)
     assert RunDir(tmp_path / "b").checkpoint_steps() == [4]
     assert trainer(tmp_path / "c", max_steps=6, should_stop=True).train(resume_from_checkpoint=from_other)
@@ -102,54 +83,23 @@ def test_what_was_resumed_from_another_run_is_saved_in_this_one_without_a_step_t
         assert "nothing left to train" in capsys.readouterr().out
 
 
-class Stops(TrainerCallback):
-    """Raises after the second step, or after none."""
-
-    def __init__(self, event: str) -> None:
-        self.event = event
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.event == "on_train_begin":
-            raise ValueError("out of tea")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.event == "on_step_end" and state.global_step == 2:
-            raise ValueError("out of tea")
-
-
 def test_how_a_script_s_run_ended_is_told(tmp_path: Path) -> None:
-    with pytest.raises(CallbackError):
-        trainer(tmp_path / "failed", callbacks=[Stops("on_step_end")]).train()
+    raises = tiny.acts(on_step_end=lambda state, *_, **kwargs: {1: state}[state.global_step])
+    with pytest.raises(CallbackError, match="KeyError: 2"):
+        trainer(tmp_path / "failed", callbacks=[raises]).train()
     ended = read_exit_record(RunDir(tmp_path / "failed"))
-    assert ended is not None
-    assert (ended.code, ended.step, "out of tea" in ended.reason) == (1, 1, True)
+    assert (ended.code, ended.step, "KeyError: 2" in ended.reason) == (1, 1, True)
     with pytest.raises(SetupError):
         trainer(tmp_path / "mistaken", data=[{"input_ids": "no tensor"}] * 8).train()
     assert not (tmp_path / "mistaken").exists()
 
 
-class Moves(TrainerCallback):
-    """Moves the run directory away after the second step."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 2:
-            Path(args.output_dir).rename(f"{args.output_dir}-elsewhere")
-
-
 def test_a_script_whose_run_directory_goes_away_ends(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    moves = tiny.acts(on_step_end=lambda state, *_, **kwargs: state.global_step == 2 and run.rename(tmp_path / "moved"))
     with pytest.raises(TrainingError, match="was removed"):
-        trainer(tmp_path / "run", save_steps=2, logging_steps=100, callbacks=[Moves()]).train()
-    assert not (tmp_path / "run").exists()
-
-
-def test_two_jobs_cannot_write_one_directory(tmp_path: Path) -> None:
-    tmp_path.joinpath(".lock").touch()
-    take = "import fcntl,signal; f=open('.lock','w'); fcntl.lockf(f,fcntl.LOCK_EX)"
-    holds = f"{take}; print('held',flush=True); signal.pause()"
-    with Process(code=holds, cwd=tmp_path) as other:
-        other.read_until("held")
-        with pytest.raises(SetupError, match="another job"):
-            trainer(tmp_path).train()
+        trainer(run, save_steps=2, logging_steps=100, callbacks=[moves]).train()
+    assert not run.exists()
 
 
 def test_who_only_evaluates_leaves_no_trace(tmp_path: Path) -> None:
@@ -163,48 +113,28 @@ def test_who_only_evaluates_leaves_no_trace(tmp_path: Path) -> None:
     assert [r["eval_loss"] for r in tiny.metrics(path) if "eval_loss" in r] == [after]
 
 
-# ------------------------------------------------------------------------------------------------------- every strategy
+# ------------------------------------------------------------------------------------------------- of typed settings
 
 
-def trained(path: str, strategy: Any) -> dict[str, Any]:
-    """Of this rank: losses and the weights that it holds, whole."""
-    args = TrainingArguments(path, max_steps=3, global_batch_size=8, logging_steps=1, learning_rate=1e-2, use_cpu=True)
-    data, model = tiny.RandomTokens(24, ragged=True), partial(tiny.decoder, num_hidden_layers=4)
-    made = Trainer(model_init=model, args=args, train_dataset=data, strategy=strategy)
-    made.train()
-    weights = {n: p for part in made.strategy.parts for n, p in part.named_parameters()}
-    whole = {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in weights.items()}
-    return {
-        "strategy": made.strategy.name,
-        "losses": [record["loss"] for record in made.state.log_history if "loss" in record],
-        "weights": {name: tensor.detach().clone() for name, tensor in whole.items()},
-    }
+def test_logging_dir_takes_metrics_and_leaves_checkpoints(tmp_path: Path) -> None:
+    tiny.train(tiny.config(tmp_path / "run", f"logging_dir={tmp_path / 'logs'}"), RunDir(tmp_path / "run"))
+    assert tiny.training_curve(tmp_path / "logs")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints"]
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "ddp",
-        FSDP2Settings(reshard_after_forward=False),
-        PipelineSettings(n_microbatches=2),
-        {"type": "pipeline", "schedule": "ZBVZeroBubble", "n_microbatches": 2},
-    ],
-    ids=str,
-)
-def test_a_script_trains_the_same_under_every_strategy(tmp_path: Path, strategy: Any) -> None:
-    ranks = run_ranks(2, trained, str(tmp_path / "two"), strategy)
-    alone = trained(str(tmp_path / "one"), "single")
-    assert alone["strategy"] == "single"
-    for result in ranks:
-        assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
-        for name, tensor in result["weights"].items():
-            torch.testing.assert_close(tensor, alone["weights"][name], rtol=1e-5, atol=1e-5)
-    ended = read_exit_record(RunDir(tmp_path / "two"))
-    assert ended is not None
-    assert (ended.code, ended.step) == (0, 3)
+def test_construction_on_meta_device_and_cpu_gives_the_same_weights_on_a_cpu(tmp_path: Path) -> None:
+    words = ("max_steps=1", "learning_rate=0", "weight_decay=0", "eval_strategy=no", "save_strategy=no")
+    for where in ("meta", "device", "cpu"):
+        config = tiny.config(tmp_path / where, f"construct_model_on={where}", *words)
+        model = tiny.train(config, RunDir(tmp_path / where)).model
+        expected = Decoder(model.settings)
+        init_parameters(expected, config.seed)
+        assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in expected.state_dict().items())
 
 
-def test_fsdp2_alone_is_one_device(tmp_path: Path) -> None:
-    alone = trained(str(tmp_path / "one"), None)
-    (sharded,) = run_ranks(1, trained, str(tmp_path / "fsdp2"), "fsdp2")
-    assert sharded["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+def test_a_run_is_described(tmp_path: Path) -> None:
+    trainer = tiny.train(tiny.config(tmp_path), RunDir(tmp_path))
+    info = trainer.info()
+    assert f"{sum(p.numel() for p in trainer.model.parameters()):,} parameters" in info["model"]
+    assert "sequences of 16" in info["train split"]
+    assert info["batch"].startswith("8 ")

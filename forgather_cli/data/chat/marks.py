@@ -29,8 +29,6 @@ def unlearned_turns(
     """
     found: set[int] = set()
     for i, message in enumerate(messages):
-        if len(message) == 2:  # role and content: most turns
-            continue
         for key, value in message.items():
             if key in ignored:
                 continue

@@ -133,9 +133,6 @@ class ChatTemplate:
         where the generation prompt ends, and ends where the next message begins. Of the messages with an index in
         ``unlearned`` nothing is learned. Raises DataError where the template does not tell.
         """
-        if train_on == "all" and not unlearned:
-            text = self.render(messages, tools=tools)
-            return text, [(0, len(text))]
         made = self._made(messages, tools)
         turns = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
         if train_on == "all":
@@ -316,7 +313,7 @@ class _Made:
         now: dict[int, tuple[int, int]] = {}  # of each loop the step that goes on: its item, its place
         found: dict[int, list[Span]] = {}
         for loop, place, item in self._trace.steps:
-            last, since = now.get(loop, (0, 0))
+            last, since = now.get(loop, (item, place))
             if last in numbers and self._places[since] < self._places[place]:
                 found.setdefault(numbers[last], []).append((self._places[since], self._places[place]))
             now[loop] = item, place

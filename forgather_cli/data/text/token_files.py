@@ -75,7 +75,7 @@ def _array_files(setting: str, patterns: Sequence[str], token_dtype: str) -> lis
                 raise DataError(f"{path}: cannot be read as a .npy file ({error})") from error
             if array.dtype.kind not in "iu" or not array.flags.c_contiguous:
                 raise DataError(f"{path}: expected a C-ordered array of integers, got {array.dtype}")
-            found.append(ArrayFile(path, array.dtype.str, array.size, getattr(array, "offset", 0)))
+            found.append(ArrayFile(path, array.dtype.str, array.size, array.offset))
         elif path.suffix == ".bin":
             length, rest = divmod(path.stat().st_size, itemsize)
             if rest:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from chats import SHAPE
 from torch import Tensor
 
-from forgather_cli.config.pipeline_layout import Stage, stage_layout
+from forgather_cli.config.pipeline_layout import stage_layout
 from forgather_cli.config.schema import PipelineSettings, TransformersSettings
 from forgather_cli.errors import ModelError
 from forgather_cli.models.build import build_model, initialize
@@ -31,28 +32,20 @@ SHAPES: dict[str, dict[str, Any]] = {
     "phi3": {"pad_token_id": 0},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
-COMMON = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 32,
-}  # fmt: skip
+COMMON = {**SHAPE, "num_hidden_layers": 3, "max_position_embeddings": 32}
+STAGES = stage_layout(PipelineSettings(schedule="1F1B"), 3, 3)
 
 
 def on_meta(model_type: str, **changes: Any) -> CausalLM:
     option = TransformersSettings(config={"model_type": model_type, **COMMON, **SHAPES.get(model_type, {}), **changes})
     with torch.device("meta"):
-        model = build_model(option, vocab_size=V, seq_len=16)
-    assert isinstance(model, CausalLM)
-    return model
+        return build_model(option, vocab_size=V, seq_len=16)
 
 
 def filled(model: Any) -> Any:
     allocate(model, "cpu")
     initialize(TransformersSettings(config={"model_type": "llama"}), model, 7)
     return model.eval()
-
-
-def layout(ranks: int = 3, schedule: Any = "1F1B") -> list[Stage]:
-    return stage_layout(PipelineSettings(schedule=schedule), 3, ranks)
 
 
 def in_turn(parts: list[CausalLM], x: Tensor, cache: KVCache | None = None, **inputs: Any) -> Tensor:
@@ -71,9 +64,9 @@ def tokens(length: int = 16) -> Tensor:
 @pytest.mark.parametrize("model_type", SHAPES)
 def test_stages_in_turn_are_the_whole(model_type: str) -> None:
     """With documents, with padding, and from a cache that each stage has by itself."""
-    whole, stages = filled(on_meta(model_type)), layout()
-    parts = [filled(stage_of(on_meta(model_type), stages, index, decoder_stages)) for index in range(3)]
-    for part, stage in zip(parts, stages, strict=True):
+    whole = filled(on_meta(model_type))
+    parts = [filled(stage_of(on_meta(model_type), STAGES, index, decoder_stages)) for index in range(3)]
+    for part, stage in zip(parts, STAGES, strict=True):
         assert [number for number, _ in numbered_blocks(part)] == [stage.first_layer]
         for name, parameter in part.named_parameters():
             assert torch.equal(parameter, whole.get_parameter(name)), name
@@ -101,7 +94,7 @@ def test_a_model_of_a_script_is_cut_too() -> None:
     assert splitter_of(theirs, None) is decoder_stages
     assert (num_layers_of(theirs), hidden_size_of(theirs)) == (3, 32)
     with torch.no_grad():
-        first, second, last = (stage_of(theirs, layout(), index, decoder_stages).eval() for index in range(3))
+        first, second, last = (stage_of(theirs, STAGES, index, decoder_stages).eval() for index in range(3))
         torch.testing.assert_close(last(second(first(tokens()))).logits, theirs(tokens()).logits)
 
 
@@ -121,4 +114,4 @@ def test_a_class_that_does_more_than_run_its_layers_is_refused(model_type: str, 
     """A scale, a norm before the layers, layers of which each counts as two."""
     model = on_meta(model_type, **changes)
     with pytest.raises(ModelError, match=r"ForCausalLM does more than run its 3 layers .*model_splitter"):
-        stage_of(model, layout(), 0, splitter_of(model, None))
+        stage_of(model, STAGES, 0, splitter_of(model, None))
