@@ -16,6 +16,7 @@ from forgather_cli.config.schema import (
     EncoderDecoderSettings,
     InstructSettings,
     ModelOption,
+    NoAdapter,
     PretrainedSettings,
     Target,
     TransformersSettings,
@@ -42,6 +43,8 @@ def construct(
 ) -> nn.Module:
     """The model of a run without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
     where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
+    if num_new and not isinstance(config.adapter, NoAdapter):
+        _check_frozen_rows(config, vocab_size or 0, num_new)
     if isinstance(config.model, Target) and where.type == "meta":
         where = torch.device("cpu")
     with where:
@@ -59,6 +62,18 @@ def construct(
             "or data=seq2seq"
         )
     return model
+
+
+def _check_frozen_rows(config: Config, tokens: int, num_new: int) -> None:
+    """Raise ModelError where tokens that the data add have no row in a frozen base; else say that theirs stay as they
+    are."""
+    rows = own_vocab_size(config.model) or 0
+    if tokens > rows:
+        raise ModelError(
+            f"data.add_tokens: {num_new} tokens are to be added to a base of {rows:,}, whose rows an adapter does not "
+            "train; set data.add_tokens=false, or train the whole model with adapter=none"
+        )
+    log.warning("the rows of %d added tokens are the base's and stay as they are beside an adapter", num_new)
 
 
 def fill(config: Config, device: torch.device, module: nn.Module, seed: int, *, num_known: int | None = None) -> None:
