@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from forgather_cli.adapters.nf4 import NF4Linear
 from forgather_cli.shards import fill_local, local
 
 
@@ -86,7 +87,7 @@ class AdaptedLinear(Adapted):
 
     def _weight(self) -> Tensor:
         """(out, in)."""
-        return self.weight
+        return self.unpacked() if isinstance(self, NF4Linear) else self.weight
 
     def _product(self) -> Tensor:
         """(out, in), fp32."""

@@ -13,8 +13,10 @@ import torch
 from torch import Generator, Tensor, nn
 
 from forgather_cli.adapters.layers import Adapted, AdaptedLinear, Shape, attach, is_adapter, sizes, start_magnitudes
-from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings
+from forgather_cli.adapters.nf4 import freeze, need_bitsandbytes, packed_layers, read_packed, without_packed
+from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings
 from forgather_cli.errors import ModelError
+from forgather_cli.models.build import tensor_reader
 from forgather_cli.models.init import stable_seed
 from forgather_cli.models.parts import train_only
 from forgather_cli.precision import half_dtype, parameter_dtype
@@ -29,6 +31,7 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
     """
     names = targets(model, settings)
     _check(model, names, settings, config)
+    account = list(_account(model, settings, names))
     half, dtype = half_dtype(config.precision), parameter_dtype(config.precision) or torch.float32
     train_only(model, config.trainable or [])
     for parameter in model.parameters():
@@ -37,13 +40,20 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
     for layer in model.modules():
         if half is not None and isinstance(layer, nn.Embedding):
             layer.register_forward_hook(_in_fp32)
+    if isinstance(settings, QLoRASettings):
+        need_bitsandbytes()
+        head = output_layer(model)
+        for layer in model.modules():
+            if isinstance(layer, nn.Linear) and layer is not head and not layer.weight.requires_grad:
+                freeze(layer, double_quant=settings.double_quant)
     for name in names:
         shape = Shape(
             settings.rank_of(name), settings.scaling_of(name), settings.lora_dropout,
             is_dora=isinstance(settings, DoRASettings), is_gaussian=settings.init_lora_weights == "gaussian",
         )  # fmt: skip
         attach(model.get_submodule(name), shape, dtype)
-    return list(_account(model, settings, names))
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return [f"adapter={settings.type}: {trained:,} numbers are trained, {account[0]}", *account[1:]]
 
 
 def _in_fp32(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -127,11 +137,7 @@ def _account(model: nn.Module, settings: LoRASettings, names: list[str]) -> Iter
             adapted += parameter.numel()
         else:
             left[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] += 1
-    grown = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    yield (
-        f"adapter={settings.type}: {grown:,} numbers are trained, beside {len(names)} matrices with "
-        f"{adapted / max(total, 1):.1%} of the weights"
-    )
+    yield f"beside {len(names)} matrices with {adapted / max(total, 1):.1%} of the weights"
     if left:
         yield "not adapted: " + ", ".join(f"{name} ({n})" if n > 1 else name for name, n in left.items())
     if experts := [name for name, p in model.named_parameters() if p.ndim > 2]:
@@ -141,17 +147,23 @@ def _account(model: nn.Module, settings: LoRASettings, names: list[str]) -> Iter
 # --------------------------------------------------------------------------------------------------------------- start
 
 
-def starting(init: Callable[[nn.Module], None], settings: LoRASettings, seed: int) -> Callable[[nn.Module], None]:
+def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Callable[[nn.Module], None]:
     """``init``, which fills a model or a part of one without adapters, and then the adapters: by (seed, name), the same
-    in every layout, or as ``init_from`` has them. Raises ModelError."""
+    in every layout, or as ``init_from`` has them. Of weights in four bits one at a time is in memory otherwise. Raises
+    ModelError."""
     from forgather_cli.adapters.directory import adapter_to_go_on
     from forgather_cli.adapters.load import fill_from
 
+    settings = config.adapter
+    assert isinstance(settings, LoRASettings)
     before = None if settings.init_from is None else adapter_to_go_on(settings)
 
     def fill(part: nn.Module) -> None:
-        with without_adapters(part):
+        with without_adapters(part), without_packed(part):
             init(part)
+        if any(True for _ in packed_layers(part)):
+            device = next(p.device for n, p in part.named_parameters() if is_adapter(n))
+            read_packed(part, tensor_reader(config.model, part), half_dtype(config.precision) or torch.float32, device)
         if before is None:
             start(part, seed)
         else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forgather_cli.config.schema import (
     Config,
@@ -25,7 +26,7 @@ from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
-from forgather_cli.models.files import read_rows, tensor_files
+from forgather_cli.models.files import opened, read_rows, tensor_files
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import read_config, read_settings
 from forgather_cli.models.resize import NOISE, grown_vocabulary
@@ -257,6 +258,34 @@ def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0, num_k
     rows, known = settings.vocab_size, {} if num_known is None else dict.fromkeys(_OF_TOKENS, num_known)
     noise = 0.0 if known else NOISE
     read_rows(targets, names, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
+
+
+def tensor_reader(option: ModelOption, module: nn.Module) -> Callable[[str], Tensor]:
+    """Reads whole tensors of a model's directory, one at a time, by the full name that ``module`` has for them.
+
+    Raises ModelError where the directory stores them otherwise.
+    """
+    assert isinstance(option, PretrainedSettings | TransformersSettings)
+    directory = Path(option.path or "").expanduser()
+    files = tensor_files(directory)
+    if isinstance(option, PretrainedSettings):
+        names: dict[str, str] | None = _names_in_files(directory, read_settings(directory), files)
+    else:
+        from forgather_cli.models.hf.model import CausalLM
+        from forgather_cli.models.hf.weights import stored_names
+
+        assert isinstance(module, CausalLM)
+        names = stored_names(module, files)
+    if names is None:
+        raise ModelError(f"model.path: the tensors of {directory} are not the model's one by one; save it again")
+    known = names
+
+    def read(name: str) -> Tensor:
+        with opened(files[known[name]]) as tensors:
+            found: Tensor = tensors.get_tensor(known[name])
+            return found
+
+    return read
 
 
 @torch.no_grad()

@@ -113,7 +113,7 @@ def model_spec(
         from forgather_cli.adapters.model import starting
 
         assert init is not None  # an adapter is of a model in a directory
-        changes, init = True, starting(init, adapter, seed)
+        changes, init = True, starting(init, config, seed)
     return ModelSpec(
         build,
         adapt=adapt if changes else None,

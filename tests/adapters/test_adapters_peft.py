@@ -60,7 +60,7 @@ def ours(config: Config, seed: int = 1) -> nn.Module:
         model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
     adapt(model, config.adapter, config)
     allocate(model, "cpu")
-    starting(lambda part: initialize(config.model, part, 0), config.adapter, seed)(model)
+    starting(lambda part: initialize(config.model, part, 0), config, seed)(model)
     return model
 
 
