@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from forgather_cli.config.schema import Config, Target
 from forgather_cli.errors import ModelError, SetupError
-from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in
+from forgather_cli.run_dir import RunDir, is_adapter_directory, is_checkpoint, is_model_directory, model_in
 from forgather_cli.terminal.bars import doing
 
 _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -67,6 +67,11 @@ def check_model(config: Config) -> None:
     setting, path = f"model.{named[0]}", named[1]
     if not path.is_dir():
         raise ModelError(f"{setting}: no such directory: {path}; give a model directory or a checkpoint")
+    if is_adapter_directory(model_in(path)):
+        raise ModelError(
+            f"{setting}: {path} is an adapter; name the model that it is for, and set adapter=lora (or dora) and "
+            f"adapter.init_from={model_in(path)} to go on from it"
+        )
     if is_checkpoint(path):
         raise ModelError(
             f"{setting}: {path} is a checkpoint of a model that code of its run builds (no model/config.json); set "

@@ -230,6 +230,11 @@ def is_model_directory(path: Path) -> bool:
     return (path / "config.json").exists()
 
 
+def is_adapter_directory(path: Path) -> bool:
+    """True for an adapter as PEFT keeps it. Reads the disk."""
+    return (path / "adapter_config.json").exists()
+
+
 def is_checkpoint(path: Path) -> bool:
     """True for a published checkpoint, in its run or copied away from it. Reads the disk."""
     return (path / "manifest.json").exists()

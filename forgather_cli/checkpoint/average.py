@@ -26,7 +26,7 @@ from forgather_cli.checkpoint.sources import check_sources, is_checkpoint, model
 from forgather_cli.checkpoint.tensors import Weights, dtype_of, write_weights
 from forgather_cli.documents.regular_files import read_bytes, read_json_object
 from forgather_cli.errors import CheckpointError, SetupError
-from forgather_cli.run_dir import RunDir, run_of
+from forgather_cli.run_dir import RunDir, is_adapter_directory, run_of
 from forgather_cli.shards import not_finite
 
 log = logging.getLogger(__name__)
@@ -140,6 +140,11 @@ def _opened(source: Path, verified: bool) -> Member:
     reader, directory = None, model_directory(source)
     if is_checkpoint(source):
         reader = Reader(source) if verified else open_whole(source, "leave it out, or use --last K RUN for whole ones")
+    if is_adapter_directory(directory):
+        raise CheckpointError(
+            f"{source}: is an adapter, and the mean of products is no product of means; merge each with forgather "
+            "finalize --merge, and average what comes out"
+        )
     return Member(source, directory, Weights(directory), reader)
 
 

@@ -19,8 +19,8 @@ _LOGGED = (
     "precision", "model.path", "model.attn_implementation",
 )  # fmt: skip
 _MAY_MOVE = (
-    "model.path", "model.attn_implementation", "data.cache_dir", "data.dispatch_batches", "data.dispatch_eval_batches",
-    "data.tokenize_processes",
+    "adapter.lora_dropout", "adapter.init_lora_weights", "model.path", "model.attn_implementation", "data.cache_dir",
+    "data.dispatch_batches", "data.dispatch_eval_batches", "data.tokenize_processes",
 )  # fmt: skip
 """Paths of things that are compared by their content, or by names and shapes; who reads the samples, not which."""
 
@@ -46,6 +46,14 @@ def compare_configs(
     refused: list[str] = []
     if "model" in wanted:
         refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
+        refused += _refusals(changed, "adapter", "start another run")
+        before, after = saved.get("base") or {}, now.get("base") or {}
+        if before and after and before.get("sha256") != after["sha256"]:
+            refused.append(
+                f"model.path: the adapter is for the model that {before.get('path')} held (sha256 "
+                f"{before.get('sha256')!s:.12}), and {after['path']} holds another (sha256 {after['sha256']:.12}); "
+                "bring that one back"
+            )
     if "data" in wanted and content:
         others = "other files, another tokenizer, another Python's standard library, or another seed of synthetic data"
         remedy = "bring them back"

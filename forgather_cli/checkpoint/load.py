@@ -36,6 +36,9 @@ from forgather_cli.terminal.bars import Bar
 
 log = logging.getLogger(__name__)
 Kind = Literal["model", "optimizer"]
+ADAPTER, ADAPTER_PREFIX = "adapter_model", "base_model.model."
+"""The stem of the file of an adapter in ``model/``, where checkpoints hold one, and what PEFT puts before its tensors'
+names (peft 0.21)."""
 
 
 class Reader:
@@ -47,7 +50,7 @@ class Reader:
     def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
         self.path = Path(path)
         self.manifest = manifest or read_manifest(self.path)
-        self._tensors: dict[Kind, dict[str, TensorReader]] = {}
+        self._tensors: dict[Kind, dict[str, tuple[TensorReader, str]]] = {}
         self._documents: dict[str, dict[str, Any]] = {}
         self._state_tensors: dict[str, TensorReader] = {}
 
@@ -75,15 +78,18 @@ class Reader:
 
     def shape(self, name: str, kind: Kind = "model") -> tuple[int, ...]:
         """Full shape of a tensor."""
-        return self._file_of(name, kind).specs[name].shape
+        reader, stored = self._file_of(name, kind)
+        return reader.specs[stored].shape
 
     def dtype(self, name: str, kind: Kind = "model") -> torch.dtype:
         """Of a tensor as it is stored."""
-        return dtype_of(self._file_of(name, kind).specs[name])
+        reader, stored = self._file_of(name, kind)
+        return dtype_of(reader.specs[stored])
 
     def read(self, name: str, kind: Kind = "model", start: int = 0, stop: int | None = None) -> Tensor:
         """Rows [start, stop) of a tensor, in host memory of its own."""
-        return self._file_of(name, kind).read(name, start, stop)
+        reader, stored = self._file_of(name, kind)
+        return reader.read(stored, start, stop)
 
     def read_box(self, name: str, kind: Kind, box: Box) -> Tensor:
         """A box of a tensor, in host memory of its own; its rows are read whole."""
@@ -91,19 +97,21 @@ class Reader:
         part = rows[(slice(None), *box.slices[1:])] if box.sizes else rows
         return part if part.shape == rows.shape else part.clone()
 
-    def _file_of(self, name: str, kind: Kind) -> TensorReader:
+    def _file_of(self, name: str, kind: Kind) -> tuple[TensorReader, str]:
         files = self._files(kind)
         if name not in files:
             raise CheckpointError(f"{self.path}: has no {kind} tensor {name}")
         return files[name]
 
-    def _files(self, kind: Kind) -> dict[str, TensorReader]:
-        """Tensor name -> the file that has it."""
+    def _files(self, kind: Kind) -> dict[str, tuple[TensorReader, str]]:
+        """Tensor name -> the file that has it, and its name there."""
         if kind not in self._tensors:
-            prefix = f"{kind}/{kind}"
-            names = [name for name in self.manifest.files if name.startswith(prefix) and name.endswith(".safetensors")]
+            stems = (f"{kind}/{kind}", f"{kind}/{ADAPTER}")
+            names = [name for name in self.manifest.files if name.startswith(stems) and name.endswith(".safetensors")]
             readers = [TensorReader(self.path / name) for name in names]
-            self._tensors[kind] = {tensor: reader for reader in readers for tensor in reader.specs}
+            self._tensors[kind] = {
+                stored.removeprefix(ADAPTER_PREFIX): (reader, stored) for reader in readers for stored in reader.specs
+            }
         return self._tensors[kind]
 
     # ----------------------------------------------------------------------------------------------------- components
@@ -158,14 +166,16 @@ class Reader:
             ) from error
 
     def identity(self) -> dict[str, Any]:
-        """What the checkpoint was made with: ``config`` and ``data``, each an object or None; empty where it does not
-        say. Raises CheckpointError.
+        """What the checkpoint was made with: ``config`` and ``data``, each an object or None, and of an adapter
+        ``base``, the model that it is for; empty where it does not say. Raises CheckpointError.
         """
         if "identity" not in self.manifest.components:
             return {}
         found: dict[str, Any] = self.state("identity")
         with self.loading(self.file_of("identity"), "identity"):
-            check_fields(found, dict.fromkeys(("config", "data"), optional(object_of(ANYTHING))))
+            check_fields(
+                {"base": None, **found}, dict.fromkeys(("config", "data", "base"), optional(object_of(ANYTHING)))
+            )
             check_fields({"fingerprint": "", **(found["data"] or {})}, {"fingerprint": optional(TEXT)}, "data")
         return found
 

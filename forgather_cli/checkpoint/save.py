@@ -137,6 +137,7 @@ class Checkpointer:
         model: Mapping[str, LocalShard],
         optimizer: Mapping[str, LocalShard],
         components: Iterable[Component],
+        stem: str = "model/model",
         write_model_files: Callable[[Path], None],
         info: Mapping[str, Any],
         metrics: Mapping[str, float],
@@ -145,8 +146,9 @@ class Checkpointer:
         """Collective. Save this step; returns when the state is copied (async_save) or published.
 
         Waits for the previous save. False: it failed already; with async_save a later failure is seen in ``failures``.
-        ``write_model_files(directory)`` writes config and tokenizer, on rank 0 and in another thread. ``info``:
-        strategy, config_fingerprint, final (training ends here), versions, and anything else for the manifest (JSON).
+        ``stem``: of the files of ``model``. ``write_model_files(directory)`` writes config and tokenizer, on rank 0 and
+        in another thread. ``info``: strategy, config_fingerprint, final (training ends here), versions, and anything
+        else for the manifest (JSON).
         Raises, on all ranks, ReplicationError where they differ in what must be equal, and NotFiniteError where
         weights or moments are not finite.
         """
@@ -156,7 +158,7 @@ class Checkpointer:
         try:
             snapshot = self._snapshots.take(
                 step,
-                {"model/model": model, "optimizer/optimizer": optimizer},
+                {stem: model, "optimizer/optimizer": optimizer},
                 components,
                 failure=self._reason_not_to_save(metrics),
                 copy_host_tensors=self._args.async_save,

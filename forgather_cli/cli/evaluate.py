@@ -22,9 +22,10 @@ from forgather_cli.cli.output import (
     write_json,
 )
 from forgather_cli.cli.words import Overrides, SourcePath, TrustConfig, check_overrides, local_source, quoted
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.launch.place import joined
-from forgather_cli.run_dir import RunDir, is_model_directory, model_in, run_of
+from forgather_cli.run_dir import RunDir, is_adapter_directory, is_model_directory, model_in, run_of
 from forgather_cli.terminal.bars import doing
 
 if TYPE_CHECKING:
@@ -168,7 +169,10 @@ def _config_for(source: Path, overrides: list[str], reads: Collection[str] | Non
     from forgather_cli.config.load import load_config
 
     directory = model_in(source.resolve())
-    if not is_model_directory(directory):
+    if is_adapter_directory(directory) and not (directory / "tokenizer.json").is_file():  # one of peft's
+        settings = read_json_object(directory / "adapter_config.json", ModelError)
+        directory = Path(str(settings.get("base_model_name_or_path")))
+    elif not (is_model_directory(directory) or is_adapter_directory(directory)):
         raise ModelError(f"{source}: has no config.json, and no run's config.yaml says how to build the model")
     where = quoted(directory)
     model = ["model=pretrained", f"model.path={where}", f"data.tokenizer={where}", "precision=fp32"]

@@ -112,11 +112,12 @@ def local_source(source: Path) -> Path:
         source = local_model(str(source), "SOURCE")
     if not source.is_dir():
         raise SetupError(f"{source}: no such directory; give a run, a checkpoint or a model directory")
-    marks = ("config.yaml", "manifest.json", "config.json")
+    marks = ("config.yaml", "manifest.json", "config.json", "adapter_config.json")
     if not any((source / mark).exists() for mark in marks):
         raise SetupError(
             RunDir(source).note_set_aside()
-            or f"{source}: is no run (config.yaml), no checkpoint (manifest.json) and no model directory (config.json)"
+            or f"{source}: is no run (config.yaml), no checkpoint (manifest.json), no model directory (config.json) "
+            "and no adapter (adapter_config.json)"
         )
     return source
 

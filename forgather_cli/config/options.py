@@ -16,7 +16,7 @@ from pathlib import Path
 from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, did_you_mean
 
-GROUPS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "precision", "callbacks")
+GROUPS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "precision", "adapter", "callbacks")
 """The config groups, as in ``schema.Config.GROUPS``; stated again so that listing them costs no import."""
 
 BARE_GROUPS = GROUPS[:-1]

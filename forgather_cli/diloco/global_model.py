@@ -38,9 +38,9 @@ from forgather_cli.diloco.outer_step import OuterStep, Published, square_of_all
 from forgather_cli.diloco.samples import Range, total
 from forgather_cli.diloco.submissions import Submissions
 from forgather_cli.errors import CheckpointError, SetupError, TrainingError
-from forgather_cli.models.parts import named_tensors, trainable_parameters
+from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.run_dir import RunDir, shown, step_of
-from forgather_cli.trainer.checkpoints import load_model
+from forgather_cli.trainer.checkpoints import identity_of, kept_tensors, load_model, stem_of, stored
 from forgather_cli.worker import build
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class GlobalModel:
         facts = trainer.run.data_description
         self._row = int(facts.get("row_tokens") or facts["seq_len"])  # tokens of a sample
         self._own_rows: Any = trainer.train_dataset if isinstance(config.data, Target) else None
-        self._tensors = named_tensors(trainer.run.strategy.parts)
+        self._tensors = kept_tensors(trainer.run)
         trained = dict(trainable_parameters(trainer.run.strategy.parts))
         self.master: dict[str, Tensor] = {name: trained[name].detach() for name in sorted(trained)}
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self.master.items()}
@@ -295,10 +295,11 @@ class GlobalModel:
         """
         if self.saved == number:
             return
-        identity = {"config": self._run.config_tree, "data": self._run.data_description}
+        identity = identity_of(self._run)
         fine = self._checkpointer.save(
             number,
             model=self._rows(),
+            stem=stem_of(self._run),
             optimizer=self._optimizer_rows(),
             components=self._components(number, hash),
             write_model_files=self._run.write_model_files,
@@ -317,7 +318,8 @@ class GlobalModel:
         self.submissions.clean(oldest, opened, keep=self.settings.keep_submissions)
 
     def _rows(self) -> dict[str, LocalShard]:
-        return {name: LocalShard(tensor, must_be_finite=name in self.master) for name, tensor in self._tensors.items()}
+        held = {name: LocalShard(tensor, must_be_finite=name in self.master) for name, tensor in self._tensors.items()}
+        return stored(self._run, held)
 
     def _optimizer_rows(self) -> dict[str, LocalShard]:
         rows = {name + _MOMENTUM: LocalShard(tensor) for name, tensor in self.outer.momentum.items()}

@@ -13,7 +13,9 @@ from typing import Any
 def model_card(report: Mapping[str, Any], name: str) -> str:
     """The text of README.md from a report."""
     # no license: only who trained it can choose one
-    front = "---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n- forgather\n---"
+    is_adapter = "adapter" in report and not report["adapter"]["merged"]
+    library = f"peft\nbase_model: {json.dumps(report['adapter']['base'])}" if is_adapter else "transformers"
+    front = f"---\nlibrary_name: {library}\npipeline_tag: text-generation\ntags:\n- forgather\n---"
     return "\n\n".join([front, f"# {name}", _summary(report), _use(report), _lineage(report), _files(report)])
 
 
@@ -37,6 +39,12 @@ def _summary(report: Mapping[str, Any]) -> str:
 
 
 def _use(report: Mapping[str, Any]) -> str:
+    if "adapter" in report and not report["adapter"]["merged"]:
+        return (
+            "## Use\n\n```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
+            f'model = AutoPeftModelForCausalLM.from_pretrained(".")  # of the base {report["adapter"]["base"]}\n'
+            'tokenizer = AutoTokenizer.from_pretrained(".")\n```'
+        )
     extra = "\nThe weights are quantized: loading needs `torchao`.\n" if report["quantization"] else ""
     stop = ", ".join(f"`{token['token']}` ({token['id']})" for token in report["stop_tokens"]) or "none"
     # the file of its class lies beside the weights

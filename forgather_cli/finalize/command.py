@@ -32,6 +32,9 @@ def finalize(
     average: Annotated[
         int | None, typer.Option(metavar="K", help="The mean of the run's last K checkpoints.", show_default=False)
     ] = None,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of an adapter: the whole model, with the adapter in its weights.")
+    ] = False,
     dtype: Annotated[
         str | None, typer.Option(metavar="NAME", help="fp32, bf16 or fp16; else as the source.", show_default=False)
     ] = None,
@@ -79,6 +82,7 @@ def finalize(
     options = FinalizeOptions(
         best=best,
         average=average,
+        merge=merge,
         dtype=cast("DtypeName | None", dtype),
         add_tokens=add_tokens,
         chat_template=chat_template,

@@ -13,6 +13,8 @@ from forgather_cli.errors import ConfigError, DataError
 DtypeName = Literal["fp32", "bf16", "fp16"]
 LOGIT_BOUND = 1e-4
 """How far a logit of an unquantized result may be from the source's."""
+MERGE_BOUND = 1.01
+"""How many times the perplexity of base and adapter the model that they are merged into may have."""
 PERPLEXITY_BOUND = 1.10
 """How many times the source's perplexity a quantized result may have."""
 
@@ -23,6 +25,7 @@ class FinalizeOptions:
 
     best: bool = False
     average: int | None = None
+    merge: bool = False
     dtype: DtypeName | None = None
     add_tokens: Path | None = None
     chat_template: Path | None = None

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from forgather_cli.distributed import pick_device
 from forgather_cli.errors import ModelError, ProofError
 from forgather_cli.finalize import plain_transformers
-from forgather_cli.finalize.options import FinalizeOptions
+from forgather_cli.finalize.options import MERGE_BOUND, FinalizeOptions
 from forgather_cli.finalize.sample import Sample
 from forgather_cli.inference.source import Located, load_located
 from forgather_cli.loss import model_logits
@@ -158,6 +158,24 @@ def compare_result(directory: Path, reference: Reference, sample: Sample, option
                 f"{result.greedy[0].tolist()} and {ours[0].tolist()}; nothing was written"
             )
     return proof
+
+
+def compare_merge(merged: Measured, apart: Measured) -> dict[str, float]:
+    """How far the merged model is from base and adapter apart: rounding to the base's dtype, once more than there.
+
+    Raises ProofError beyond the bound on the ratio of the perplexities.
+    """
+    ratio = math.exp(min(merged.loss - apart.loss, 700.0))
+    if not ratio <= MERGE_BOUND:
+        raise ProofError(
+            f"the merged model's perplexity is {ratio:.4g} times that of base and adapter apart, above {MERGE_BOUND}; "
+            "nothing was written: finalize the adapter as it is, or merge it into a base in fp32"
+        )
+    return {
+        "perplexity_ratio": ratio,
+        "max_logit_difference": float((merged.logits - apart.logits).abs().max()),
+        "bound": MERGE_BOUND,
+    }
 
 
 def _by_transformers(directory: Path, sample: Sample, vocab: int, *, exact: bool) -> Measured:

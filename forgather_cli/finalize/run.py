@@ -5,12 +5,13 @@ choose -> measure the source -> write weights, tokenizer, configs -> quantize ->
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import platform
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from forgather_cli.finalize.export import (
     write_json,
 )
 from forgather_cli.finalize.options import FinalizeOptions
-from forgather_cli.finalize.prove import compare_result, measure_source
+from forgather_cli.finalize.prove import compare_merge, compare_result, measure_source
 from forgather_cli.finalize.sample import choose_sample
 from forgather_cli.finalize.source import REPORT, Chosen, choose
 from forgather_cli.finalize.tokens import (
@@ -58,7 +59,7 @@ from forgather_cli.terminal.bars import Bar, doing
 Say = Callable[[str], None]
 _COPIED = ("generation_config.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE")
 _NAMES_CODE = ("auto_map", "custom_pipelines")  # in config.json (transformers 5.23)
-_AVERAGE = "average"  # folder of the mean, inside the temporary directory
+_MADE = "made"  # folder of a mean or a merged model, inside the temporary directory
 
 
 @dataclass(frozen=True)
@@ -99,9 +100,9 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
     loaded from disk, is not the source's model.
     """
     job = prepare(source, destination, options, say)
-    stored = job.chosen.located.directory
+    stored = job.chosen.described_by
     room = job.conversion(stored).num_bytes * (1 + bool(options.quantize))
-    if job.chosen.members:  # their mean is made first
+    if job.chosen.is_made:  # first of all
         room += sum(spec.num_bytes for spec in Weights(stored).specs().values())
     with new_directory(destination, room) as directory:
         report = _made(job, directory, say)
@@ -122,9 +123,11 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
 
         check_recipe(options.quantize, pick_device("auto"))
     chosen = choose(source, options, say)
-    directory = chosen.located.directory
+    directory = chosen.described_by
     model_config = read_config(directory)
-    tokenizer = load_tokenizer(str(directory), add_bos=chosen.located.add_bos)
+    has_tokenizer = (chosen.located.directory / "tokenizer.json").is_file()  # an adapter of peft's may have none
+    where = chosen.located.directory if has_tokenizer else directory
+    tokenizer = load_tokenizer(str(where), add_bos=chosen.located.add_bos)
     if options.add_tokens is not None:
         check_new(new_tokens, tokenizer, options.add_tokens)
     vocab = Vocabulary(tokenizer.vocab_size, tokenizer.vocab_size + len(new_tokens))
@@ -151,7 +154,7 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
 
 def describe(job: FinalizePlan) -> dict[str, Any]:
     """What would be made, for ``--dry-run``."""
-    tensors = job.conversion(job.chosen.located.directory)
+    tensors = job.conversion(job.chosen.described_by)
     return {
         "source": job.chosen.lineage(),
         "model": _model(job, tensors),
@@ -170,9 +173,14 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
     options = job.options
     if job.chosen.members:
         say(f"averaging {len(job.chosen.members)} checkpoints")
-    found = job.chosen.model(directory / _AVERAGE)
-    tensors = job.conversion(found.directory)
-    stored = Weights(found.directory).dtype
+    if job.chosen.is_merged:
+        say(f"merging the adapter into {job.chosen.described_by}")
+    found = job.chosen.model(directory / _MADE)
+    if job.chosen.is_merged:  # its head may have come apart from its embedding
+        job = replace(job, model_config=read_config(found.directory))
+    described = found.directory if job.chosen.is_made else job.chosen.described_by
+    tensors = job.conversion(described)
+    stored = Weights(described).dtype
     with doing("reading the text to compare on"):
         sample = choose_sample(
             options.text,
@@ -186,9 +194,14 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
     rounding = tensors.dtype if options.dtype is not None and tensors.dtype != stored else None
     shared = job.vocab.before if job.vocab.added else int(job.model_config.get("vocab_size") or job.vocab.before)
     reference = measure_source(found, sample, shared, rounding)
+    apart = measure_source(job.chosen.located, sample, shared, None).exact if job.chosen.is_merged else None
     say("writing")
-    ids, stop = _write(job, found, tensors, directory, say)
-    remove(directory / _AVERAGE)
+    if job.chosen.adapter is not None and not job.chosen.is_merged:
+        ids: dict[str, int] = {}
+        stop = _write_adapter(job, directory)
+    else:
+        ids, stop = _write(job, found, tensors, directory, say)
+    remove(directory / _MADE)
     if options.quantize is not None:
         from forgather_cli.finalize.quantize import quantize_directory
 
@@ -197,10 +210,12 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
     say("loading the result from disk and comparing")
     proof = compare_result(directory, reference, sample, options)
     proof["vocabulary_grew"] = bool(job.vocab.added)
+    if apart is not None:
+        proof["merge"] = compare_merge(reference.exact, apart)
     decoded = load_tokenizer(str(directory))
     sizes = {path: path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()}
     versions = {"forgather": forgather_cli.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    for name in ("transformers", "torchao"):
+    for name in ("transformers", "peft", "torchao"):
         if importlib.util.find_spec(name) is not None:
             versions[name] = importlib.metadata.version(name)
     with Bar("hashing the files", "bytes", total=sum(sizes.values())) as bar:
@@ -212,6 +227,7 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
         "stop_tokens": [{"id": token, "token": decoded.decode([token])} for token in stop],
         "chat_template": (directory / "chat_template.jinja").is_file(),
         "quantization": options.quantize,
+        **({} if job.chosen.adapter is None else {"adapter": _adapter(job)}),
         "proof": proof,
         "files": {
             path.relative_to(directory).as_posix(): {"bytes": size, "sha256": hashes[path]}
@@ -220,6 +236,20 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
         "versions": versions,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _write_adapter(job: FinalizePlan, directory: Path) -> list[int]:
+    """The adapter's files and the tokenizer. Returns the tokens that end a text."""
+    from forgather_cli.adapters.directory import CONFIG, WEIGHTS
+
+    for name in (CONFIG, WEIGHTS, "generation_config.json"):
+        if (job.chosen.located.directory / name).is_file():
+            shutil.copyfile(job.chosen.located.directory / name, directory / name)
+    job.tokenizer.save(directory)
+    ending = None
+    with contextlib.suppress(DataError):
+        ending = end_of_turn(directory, job.tokenizer)
+    return stop_tokens(directory, job.tokenizer, ending)
 
 
 def _write(
@@ -275,6 +305,14 @@ def _without_code(job: FinalizePlan, source: Path, directory: Path, say: Say) ->
     if left:
         say(f"left out, as code that a loader may run: {', '.join(left)}")
     return model_config
+
+
+def _adapter(job: FinalizePlan) -> dict[str, Any]:
+    adapter = job.chosen.adapter
+    assert adapter is not None
+    return {"type": adapter.settings.type, "r": adapter.settings.r, "base": str(adapter.base.resolve())} | {
+        "merged": job.chosen.is_merged
+    }
 
 
 def _model(job: FinalizePlan, tensors: ConvertedWeights) -> dict[str, Any]:

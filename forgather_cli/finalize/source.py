@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forgather_cli.checkpoint.average import PROVENANCE, average_models, enough_of, last_checkpoints
 from forgather_cli.checkpoint.load import Reader, best_valid
@@ -15,7 +15,10 @@ from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.inference.source import Located, locate
-from forgather_cli.run_dir import RunDir, run_of
+from forgather_cli.run_dir import RunDir, is_adapter_directory, run_of
+
+if TYPE_CHECKING:
+    from forgather_cli.adapters.directory import AdapterDirectory
 
 REPORT = "finalize_report.json"
 _TRAINING = ("learning_rate", "weight_decay", "global_batch_size", "seed", "precision", "optimizer", "lr_scheduler")
@@ -29,13 +32,31 @@ class Chosen:
     """Of an average the newest member."""
     members: tuple[Path, ...] = ()
     """Checkpoints to average, oldest first; empty for one model."""
+    adapter: AdapterDirectory | None = None
+    """Where it is one."""
+    is_merged: bool = False
+    """The adapter is to be merged into its base."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether the model is yet to be made."""
+        return bool(self.members) or self.is_merged
+
+    @property
+    def described_by(self) -> Path:
+        """The directory with config.json and weights: of an adapter that of its base."""
+        return self.located.directory if self.adapter is None else self.adapter.base
 
     def model(self, directory: Path) -> Located:
-        """The model itself; an average is made in ``directory``, which must not exist."""
-        if not self.members:
-            return self.located
-        average_models(self.members, directory, verified=True)
-        return Located(directory, None, self.located.run)
+        """The model itself; an average, and a merged one, is made in ``directory``, which must not exist."""
+        if self.is_merged:
+            from forgather_cli.adapters.merge import write_merged
+
+            assert self.adapter is not None
+            write_merged(self.located, self.adapter, directory)
+        elif self.members:
+            average_models(self.members, directory, verified=True)
+        return Located(directory, None, self.located.run) if self.is_made else self.located
 
     def lineage(self) -> dict[str, Any]:
         """Where the model comes from, for report and README."""
@@ -78,7 +99,7 @@ def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -
     if not source.is_dir():
         raise SetupError(f"{source}: no such directory; give a run, a checkpoint or a model directory")
     if not options.best and options.average is None:
-        return Chosen(locate(source, trust_config=True))  # nothing here builds a model that has no config.json
+        return _of_adapter(Chosen(locate(source, trust_config=True)), options)  # none is built that has no config.json
     run = RunDir(source)
     if not run.checkpoints.is_dir():
         given = "--best" if options.best else "--average"
@@ -94,9 +115,28 @@ def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -
                 f"--best: no whole and healthy checkpoint of {run.root} has the metric the run was judged by; train "
                 "with evaluation (eval_strategy=steps), or leave --best out"
             )
-        return Chosen(Located(best.path / "model", best, run_of(best.path)))
+        return _of_adapter(Chosen(Located(best.path / "model", best, run_of(best.path))), options)
     assert options.average is not None
     members = last_checkpoints(run, options.average)
     enough_of(run, members, options.average, "--average", say)
     newest = Reader(members[-1])
     return Chosen(Located(newest.path / "model", newest, run_of(newest.path)), tuple(members))
+
+
+def _of_adapter(chosen: Chosen, options: FinalizeOptions) -> Chosen:
+    """``chosen`` with its adapter, where it is one. Raises ConfigError for options that do not go with what it is."""
+    directory = chosen.located.directory
+    if not is_adapter_directory(directory):
+        if options.merge:
+            raise ConfigError(f"--merge: merges an adapter, and {directory} is a whole model; leave --merge out")
+        return chosen
+    from forgather_cli.adapters.directory import read_adapter
+
+    of_whole = {
+        "--dtype": options.dtype, "--quantize": options.quantize, "--add-tokens": options.add_tokens,
+        "--chat-template": options.chat_template,
+    }  # fmt: skip
+    given = next((name for name, value in of_whole.items() if value is not None), None)
+    if given is not None and not options.merge:
+        raise ConfigError(f"{given}: changes a whole model, got the adapter {directory}; add --merge, or leave it out")
+    return replace(chosen, adapter=read_adapter(directory), is_merged=options.merge)

@@ -18,7 +18,7 @@ from torch import nn
 
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
-from forgather_cli.config.schema import BF16TrueSettings, Config, InstructSettings, SingleSettings, Target
+from forgather_cli.config.schema import BF16TrueSettings, Config, InstructSettings, NoAdapter, SingleSettings, Target
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.splits import DataSplits
@@ -31,7 +31,7 @@ from forgather_cli.loss import EvalMetrics, build_loss
 from forgather_cli.models.build import construct, directory_option, fill, most_tokens
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.pretrained import num_sentinels, read_config
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, is_adapter_directory
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.terminal.bars import Bar, doing
@@ -59,7 +59,9 @@ def evaluate_source(
     """
     config = with_local_model(config, weights=False)  # those of ``source`` count
     config = replace(config, precision=without_auto(config.precision, config.device)[0])
-    config = replace(config, gradient_checkpointing=False, torch_compile=False)  # one pass is not worth compiling for
+    config = replace(
+        config, adapter=NoAdapter(), trainable=None, gradient_checkpointing=False, torch_compile=False
+    )  # one pass is not worth compiling for
     device, group = pick_device(config.device), cpu_group()
     with doing("reading the checkpoint"):
         found = _located(source, group, trust_config=trust_config)
@@ -74,8 +76,9 @@ def evaluate_source(
     with doing("reading the data"), Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         sentinels = num_sentinels(config.model) or num_sentinels(found.directory)
-        is_directory = (found.directory / "config.json").is_file()
-        most = (read_config(found.directory, "model").get("vocab_size") or 0) if is_directory else most_tokens(config)
+        described = _described_by(found.directory)
+        is_directory = (described / "config.json").is_file()
+        most = (read_config(described, "model").get("vocab_size") or 0) if is_directory else most_tokens(config)
         data = load_data(
             config.data,
             seed=max(config.seed, 0),
@@ -127,7 +130,8 @@ def _located(source: Path, group: Any, *, trust_config: bool) -> Located:
 
 def _materialize(strategy: Strategy, found: Located, config: Config, data: DataSplits, group: Any) -> None:
     """Collective. Give the strategy the model: any kind on one device; of several ranks each reads what it holds."""
-    device, is_directory = strategy.device, (found.directory / "config.json").is_file()
+    device, described = strategy.device, _described_by(found.directory)
+    is_directory = (described / "config.json").is_file()
     if is_directory and isinstance(config.trainer, SingleSettings):
         dtype = torch.bfloat16 if isinstance(config.precision, BF16TrueSettings) else torch.float32
 
@@ -136,16 +140,30 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
 
         strategy.materialize(model_spec(load, config, strategy))
         return
-    if is_quantized(found.directory):
+    if is_quantized(described):
         raise ModelError(f"{found.path}: is quantized, and runs on one device; set trainer=single")
     if is_directory:
-        config = replace(config, model=directory_option(found.directory))
+        config = replace(config, model=directory_option(described))
+    if described != found.directory:
+        from forgather_cli.adapters.directory import read_adapter
+
+        settings = read_adapter(found.directory).settings
+        config = replace(config, adapter=replace(settings, init_from=str(found.directory)))
     init = partial(fill, config, device, seed=0) if is_directory else None
     build = partial(construct, config, device, vocab_size=data.vocab_size, seq_len=data.seq_len)
     strategy.materialize(model_spec(build, config, strategy, init=init))
     if not is_directory:
         assert found.reader is not None
         load_model(found.reader, named_tensors(strategy.parts), group)
+
+
+def _described_by(directory: Path) -> Path:
+    """Where config.json lies: of an adapter with its base."""
+    if not is_adapter_directory(directory):
+        return directory
+    from forgather_cli.adapters.directory import read_adapter
+
+    return read_adapter(directory).base
 
 
 def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:

@@ -19,7 +19,7 @@ from forgather_cli.models.build import build_model, directory_option, initialize
 from forgather_cli.models.init import allocate
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.transform import cast_parameters
-from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, run_of
+from forgather_cli.run_dir import RunDir, is_adapter_directory, is_checkpoint, is_model_directory, run_of
 from forgather_cli.trainer.checkpoints import load_model
 
 _SLACK = 1_000_000  # numbers; tied weights and rows for new tokens are not stored
@@ -79,7 +79,7 @@ def locate(source: Path, *, trust_config: bool = False) -> Located:
     """
     reader = _reader(source)
     found = Located(source if reader is None else reader.path / "model", reader, run_of(source))
-    if not (trust_config or is_model_directory(found.directory)):
+    if not (trust_config or is_model_directory(found.directory) or is_adapter_directory(found.directory)):
         raise ModelError(
             f"{found.path}: has no config.json, and is built by code that its run's config names (model._target_); add "
             "--trust-config if you trust who wrote it"
@@ -92,9 +92,18 @@ def load_located(found: Located, *, device: str = "auto", dtype: torch.dtype | N
 
     Raises SetupError.
     """
-    where = pick_device(device)
-    tokenizer = load_tokenizer(str(found.directory), add_bos=found.add_bos)
-    if is_model_directory(found.directory):
+    where, directory = pick_device(device), found.directory
+    if is_adapter_directory(directory):
+        from forgather_cli.adapters.directory import read_adapter
+        from forgather_cli.adapters.load import check_base, directory_of_tokenizer, with_adapter
+
+        adapter = read_adapter(directory)
+        check_base(adapter, found.reader)
+        directory = directory_of_tokenizer(adapter)
+    tokenizer = load_tokenizer(str(directory), add_bos=found.add_bos)
+    if is_adapter_directory(found.directory):
+        model = with_adapter(_from_directory(adapter.base, tokenizer, dtype), adapter)
+    elif is_model_directory(found.directory):
         model = _from_directory(found.directory, tokenizer, dtype)
     elif found.reader is None or found.run is None:
         raise ModelError(f"{found.path}: has no config.json, and no run's config.yaml says how to build the model")
@@ -138,7 +147,7 @@ def _reader(source: Path) -> Reader | None:
     """The checkpoint that ``source`` stands for; None if it is a model directory."""
     if is_checkpoint(source):
         return open_whole(source)
-    if is_model_directory(source):
+    if is_model_directory(source) or is_adapter_directory(source):
         return None
     run = RunDir(source)
     reader = newest_valid(run)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forgather_cli.config.schema import (
     Config,
@@ -16,6 +17,7 @@ from forgather_cli.config.schema import (
     EncoderDecoderSettings,
     InstructSettings,
     ModelOption,
+    NoAdapter,
     PretrainedSettings,
     Target,
     TransformersSettings,
@@ -24,7 +26,7 @@ from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
-from forgather_cli.models.files import read_rows, tensor_files
+from forgather_cli.models.files import opened, read_rows, tensor_files
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import read_config, read_settings
 from forgather_cli.models.resize import NOISE, grown_vocabulary
@@ -42,6 +44,8 @@ def construct(
 ) -> nn.Module:
     """The model of a run without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
     where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
+    if num_new and not isinstance(config.adapter, NoAdapter):
+        _check_frozen_rows(config, vocab_size or 0, num_new)
     if isinstance(config.model, Target) and where.type == "meta":
         where = torch.device("cpu")
     with where:
@@ -59,6 +63,18 @@ def construct(
             "or data=seq2seq"
         )
     return model
+
+
+def _check_frozen_rows(config: Config, tokens: int, num_new: int) -> None:
+    """Raise ModelError where tokens that the data add have no row in a frozen base; else say that theirs stay as they
+    are."""
+    rows = own_vocab_size(config.model) or 0
+    if tokens > rows:
+        raise ModelError(
+            f"data.add_tokens: {num_new} tokens are to be added to a base of {rows:,}, whose rows an adapter does not "
+            "train; set data.add_tokens=false, or train the whole model with adapter=none"
+        )
+    log.warning("the rows of %d added tokens are the base's and stay as they are beside an adapter", num_new)
 
 
 def fill(config: Config, device: torch.device, module: nn.Module, seed: int, *, num_known: int | None = None) -> None:
@@ -242,6 +258,34 @@ def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0, num_k
     rows, known = settings.vocab_size, {} if num_known is None else dict.fromkeys(_OF_TOKENS, num_known)
     noise = 0.0 if known else NOISE
     read_rows(targets, names, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
+
+
+def tensor_reader(option: ModelOption, module: nn.Module) -> Callable[[str], Tensor]:
+    """Reads whole tensors of a model's directory, one at a time, by the full name that ``module`` has for them.
+
+    Raises ModelError where the directory stores them otherwise.
+    """
+    assert isinstance(option, PretrainedSettings | TransformersSettings)
+    directory = Path(option.path or "").expanduser()
+    files = tensor_files(directory)
+    if isinstance(option, PretrainedSettings):
+        names: dict[str, str] | None = _names_in_files(directory, read_settings(directory), files)
+    else:
+        from forgather_cli.models.hf.model import CausalLM
+        from forgather_cli.models.hf.weights import stored_names
+
+        assert isinstance(module, CausalLM)
+        names = stored_names(module, files)
+    if names is None:
+        raise ModelError(f"model.path: the tensors of {directory} are not the model's one by one; save it again")
+    known = names
+
+    def read(name: str) -> Tensor:
+        with opened(files[known[name]]) as tensors:
+            found: Tensor = tensors.get_tensor(known[name])
+            return found
+
+    return read
 
 
 @torch.no_grad()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
+
+from forgather_cli.errors import ModelError
 
 
 @contextmanager
@@ -39,3 +42,19 @@ def named_tensors(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
 
 def trainable_parameters(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [(n, t) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter) and t.requires_grad]
+
+
+def train_only(model: nn.Module, patterns: list[str]) -> None:
+    """Freeze all parameters but those in whose full names (tied ones have several) a regular expression finds
+    something. Raises ModelError for one that finds nothing.
+    """
+    named = list(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name, _ in named):
+            raise ModelError(
+                f"trainable: no parameter of {type(getattr(model, 'theirs', model)).__name__} has a name like "
+                f"{pattern!r}; one is {named[0][0]}"
+            )
+    trained = {id(p) for name, p in named if any(re.search(pattern, name) for pattern in patterns)}
+    for _, parameter in named:
+        parameter.requires_grad_(id(parameter) in trained)

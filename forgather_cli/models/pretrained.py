@@ -382,7 +382,7 @@ def architecture(model: nn.Module) -> str:
     return type(getattr(model, "theirs", model)).__name__
 
 
-def write_model_files(model: nn.Module, processing_class: Any, directory: Path) -> None:
+def write_model_files(model: nn.Module, processing_class: Any, directory: Path, *, with_config: bool = True) -> None:
     """Everything of a Hugging Face directory but the weights: configs where the model has one, tokenizer files.
 
     ``model`` is ours, or any module with a transformers ``config``; others get no config.json. Of an encoder-decoder,
@@ -392,7 +392,9 @@ def write_model_files(model: nn.Module, processing_class: Any, directory: Path) 
     from forgather_cli.models.decoder import Decoder
     from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
 
-    if isinstance(model, Decoder | Qwen3ForSeq2SeqLM):
+    if not with_config:
+        pass
+    elif isinstance(model, Decoder | Qwen3ForSeq2SeqLM):
         names = ("bos_token_id", "eos_token_id", "pad_token_id")
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         write_config(directory, model.settings, **{n: getattr(processing_class, n, None) for n in names}, dtype=dtype)

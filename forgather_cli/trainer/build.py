@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from forgather_cli.config.schema import Config, FP8Settings, QATSettings, RunSettings, Target
+from forgather_cli.config.schema import Config, FP8Settings, NoAdapter, QATSettings, RunSettings, Target
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import gather, pick_device, world
 from forgather_cli.errors import ConfigError
 from forgather_cli.loss import ComputedLoss, Loss, build_loss
-from forgather_cli.models.parts import named_tensors
+from forgather_cli.models.parts import named_tensors, train_only
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
@@ -60,31 +60,41 @@ def model_spec(
     strategy: Strategy,
     *,
     init: Callable[[nn.Module], None] | None = None,
+    seed: int = 0,
     enable_checkpointing: Callable[[nn.Module], Any] | None = None,
     checkpointing_options: dict[str, Any] | None = None,
 ) -> ModelSpec:
-    """How to make the model: ``build``, then dtype and layers of ``precision``, ``gradient_checkpointing`` and
-    ``torch_compile`` where the settings ask for them. ``enable_checkpointing``: the user's function for
-    gradient_checkpointing, which changes the model or returns another one. Raises ConfigError.
+    """How to make the model: ``build``, then dtype and layers of ``precision``, ``adapter``, ``gradient_checkpointing``
+    and ``torch_compile`` where the settings ask for them. ``init`` fills what ``build`` makes, and adapters start by
+    ``seed``. ``enable_checkpointing``: the user's function for gradient_checkpointing, which changes the model or
+    returns another one. Raises ConfigError.
     """
     from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
 
     check_supported(config, strategy)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
-    dtype = parameter_dtype(config.precision)
+    dtype, adapter, trainable = parameter_dtype(config.precision), config.adapter, config.trainable
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
         nonlocal logged
+        lines: list[str] = []
         if dtype is not None:
             cast_parameters(model, dtype)
         if quantized is not None:
             from forgather_cli.quantized.convert import converted
 
             done = converted(model, quantized, strategy.device)
-            for line in () if logged else done.lines():
-                _log.info("%s", line)
-            logged = True
+            lines += done.lines()
+        if trainable is not None and isinstance(adapter, NoAdapter):
+            train_only(model, trainable)
+        elif not isinstance(adapter, NoAdapter):
+            from forgather_cli.adapters.model import adapt as add_adapters
+
+            lines += add_adapters(model, adapter, config)
+        for line in () if logged else lines:
+            _log.info("%s", line)
+        logged = True
         return model
 
     def checkpoint(part: nn.Module) -> nn.Module:
@@ -98,9 +108,15 @@ def model_spec(
         compile_blocks(part, config)
         return part
 
+    changes = dtype is not None or quantized is not None or trainable is not None
+    if not isinstance(adapter, NoAdapter):
+        from forgather_cli.adapters.model import starting
+
+        assert init is not None  # an adapter is of a model in a directory
+        changes, init = True, starting(init, config, seed)
     return ModelSpec(
         build,
-        adapt=adapt if dtype is not None or quantized is not None else None,
+        adapt=adapt if changes else None,
         checkpoint=checkpoint if config.gradient_checkpointing else None,
         compile=compiled if config.torch_compile else None,
         init=init,

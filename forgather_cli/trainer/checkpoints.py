@@ -17,11 +17,21 @@ from forgather_cli.checkpoint.average import average_run
 from forgather_cli.checkpoint.compare import changed_files, compare_configs, record_files
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
 from forgather_cli.checkpoint.format import plan
-from forgather_cli.checkpoint.load import Reader, best_valid, instead_of, named, newest_valid, restore_components
+from forgather_cli.checkpoint.load import (
+    ADAPTER,
+    ADAPTER_PREFIX,
+    Reader,
+    best_valid,
+    instead_of,
+    named,
+    newest_valid,
+    restore_components,
+)
 from forgather_cli.checkpoint.manifest import DamagedError
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.snapshot import exchange_of, parts_to_write
 from forgather_cli.checkpoint.tensors import write_index, write_share
+from forgather_cli.config.schema import Config, NoAdapter
 from forgather_cli.distributed import all_sum, gather, on_rank_0
 from forgather_cli.documents.fields import COUNT, FieldError, check_fields
 from forgather_cli.errors import CheckpointError, SetupError
@@ -90,7 +100,7 @@ class Checkpoints:
 
         ``rollbacks``: number of the run's rollbacks so far.
         """
-        run, identity = self._run, self._identity()
+        run, identity = self._run, identity_of(self._run)
         run.check_weights_are_equal()
         if run.world.rank == 0 and not self._has_recorded_files:
             with suppress(OSError):  # the save itself will say so
@@ -100,6 +110,7 @@ class Checkpoints:
         return self._checkpointer.save(
             run.state.global_step,
             model=self._model_rows(),
+            stem=stem_of(run),
             optimizer=self._optimizer_rows(),
             components=self._components(),
             write_model_files=run.write_model_files,
@@ -135,7 +146,7 @@ class Checkpoints:
         """Collective. All that is saved beside weights and moments."""
         run = self._run
         groups = ToCompare(merge_group_states(gather(run.optimizer.group_state(), run.cpu_group)))
-        identity = Component("identity", ToCompare(self._identity()), Sharing.GLOBAL)
+        identity = Component("identity", ToCompare(identity_of(self._run)), Sharing.GLOBAL)
         if run.script.save_only_model:
             return [*self._restorable(), *self._of_scaling(), identity]
         own = [] if not run.ranks_differ else [ToCompare(run.optimizer.state_tensors())]
@@ -171,15 +182,12 @@ class Checkpoints:
         scaler = self._run.scaler
         return [] if scaler is None else [Component("loss_scale", scaler, Sharing.REPLICATED)]
 
-    def _identity(self) -> dict[str, Any]:
-        return {"config": self._run.config_tree, "data": self._run.data_description}
-
     def _model_rows(self) -> dict[str, LocalShard]:
         """Buffers, which may differ between ranks (batch statistics), are those of the first data rank."""
         strategy = self._run.strategy
-        kept = {n: t for n, t in named_tensors(strategy.parts).items() if _is_parameter(t) or strategy.data_rank == 0}
+        kept = {n: t for n, t in kept_tensors(self._run).items() if _is_parameter(t) or strategy.data_rank == 0}
         # a buffer may be a mask of infinities
-        return {n: LocalShard(t, must_be_finite=_is_parameter(t)) for n, t in kept.items()}
+        return stored(self._run, {n: LocalShard(t, must_be_finite=_is_parameter(t)) for n, t in kept.items()})
 
     def _optimizer_rows(self) -> dict[str, LocalShard]:
         """Collective. Where every rank has moments of its own (post-local SGD), their mean: any layout can resume."""
@@ -220,7 +228,7 @@ class Checkpoints:
             files = ""
             if before != run.data_description.get("fingerprint"):
                 files = changed_files(run_dir, str(before), run.data_files, reader.manifest.created)
-            refused, logged = compare_configs(identity, self._identity(), wanted, files)
+            refused, logged = compare_configs(identity, identity_of(self._run), wanted, files)
             if refused:
                 raise CheckpointError(f"cannot resume from {reader.path}:\n" + "\n".join(refused))
             for line in logged:
@@ -242,7 +250,7 @@ class Checkpoints:
         run = self._run
         rank, size = run.world.rank, run.world.size
         if "model" in wanted:
-            load_model(reader, named_tensors(run.strategy.parts), run.cpu_group)
+            load_model(reader, kept_tensors(run), run.cpu_group)
         if "optimizer" in wanted:
             self._restore_optimizer(reader)
             restore_components(reader, self._of_scaling())
@@ -329,7 +337,7 @@ class Checkpoints:
                 rule.metric, run.state.global_step,
             )  # fmt: skip
             return
-        load_model(best, named_tensors(run.strategy.parts), run.cpu_group)
+        load_model(best, kept_tensors(run), run.cpu_group)
         run.state.best_model_checkpoint = str(best.path)
         value = rule.value(best.manifest.metrics)
         log.info("the best model is loaded: step %d, %s %.6g, %s", best.step, rule.metric, value, shown(best.path))
@@ -344,6 +352,40 @@ def _read_moment(reader: Reader, name: str, key: str, parameter: Tensor) -> Tens
     read = reader.read(moment, "optimizer") if whole else reader.read_box(moment, "optimizer", box_of(parameter))
     follows = key != "step" and reader.dtype(moment, "optimizer") == reader.dtype(name)
     return read.to(parameter.dtype) if follows else read
+
+
+def frozen_base(config: Config, group: Any) -> dict[str, str] | None:
+    """Collective. Of an adapter what checkpoints say of the model that it is for; None where the model is trained."""
+    if isinstance(config.adapter, NoAdapter):
+        return None
+    from forgather_cli.adapters.directory import base_of
+
+    model: Any = config.model  # which an adapter's settings have looked at: it has a directory
+    return on_rank_0(lambda: base_of(Path(model.path).expanduser()), group)
+
+
+def kept_tensors(run: TrainingRun) -> dict[str, Tensor]:
+    """What checkpoints hold of the model, by full name: all of it, or beside a frozen base what is trained."""
+    if run.base is None:
+        return named_tensors(run.strategy.parts)
+    return dict(trainable_parameters(run.strategy.parts))
+
+
+def stem_of(run: TrainingRun) -> str:
+    """Of a checkpoint's files with the model, or with its adapter."""
+    return "model/model" if run.base is None else f"model/{ADAPTER}"
+
+
+def stored(run: TrainingRun, held: Mapping[str, LocalShard]) -> dict[str, LocalShard]:
+    """What is held, under the names that its tensors have in files: of an adapter PEFT's."""
+    prefix = "" if run.base is None else ADAPTER_PREFIX
+    return {prefix + name: shard for name, shard in held.items()}
+
+
+def identity_of(run: TrainingRun) -> dict[str, Any]:
+    """What a checkpoint says that it was made with."""
+    base = {} if run.base is None else {"base": run.base}
+    return {"config": run.config_tree, "data": run.data_description, **base}
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -365,8 +407,9 @@ def save_model(run: TrainingRun, directory: Path) -> None:
     run.check_weights_are_equal()
     directory.mkdir(parents=True, exist_ok=True)
     rank, group = run.world.rank, run.cpu_group
-    shards = {name: LocalShard(tensor) for name, tensor in named_tensors(run.strategy.parts).items()}
-    files = plan(gather([shard.piece(name) for name, shard in shards.items()], group), "model")
+    shards = stored(run, {name: LocalShard(tensor) for name, tensor in kept_tensors(run).items()})
+    pieces = gather([shard.piece(name) for name, shard in shards.items()], group)
+    files = plan(pieces, Path(stem_of(run)).name)
     parts = parts_to_write(files, rank, shards, exchange_of(shards.values()))
     write_share(
         directory, files, rank, {name: torch.empty(rows.shape, dtype=rows.dtype).copy_(rows) for name, rows in parts}
@@ -377,11 +420,16 @@ def save_model(run: TrainingRun, directory: Path) -> None:
     gather(None, group)  # no rank continues before the directory is complete
 
 
-def write_side_files(model: torch.nn.Module, processing_class: Any, directory: Path) -> None:
-    """Everything of a Hugging Face directory but the weights, with the tokens that end a text by the chat template."""
+def write_side_files(model: torch.nn.Module, processing_class: Any, directory: Path, run: TrainingRun) -> None:
+    """Everything of a Hugging Face directory but the weights, with the tokens that end a text by the chat template; of
+    an adapter its config and the tokenizer."""
     from forgather_cli.data.chat.ends import write_stop_tokens
 
-    write_model_files(model, processing_class, directory)
+    write_model_files(model, processing_class, directory, with_config=run.base is None)
+    if run.base is not None:
+        from forgather_cli.adapters.directory import write_config
+
+        write_config(directory, model, run.config)
     write_stop_tokens(directory, processing_class)
 
 

@@ -52,6 +52,9 @@ class TrainingRun:
     """``emit(event, **facts)`` sends an event to the callbacks (``Loop.emit``)."""
     write_model_files: Callable[[Path], None]
     """Writes config and tokenizer, where they are known, into a directory."""
+    base: dict[str, str] | None = None
+    """Of an adapter: the model that it is for (``path``, ``name``, ``sha256``). Checkpoints hold what is trained alone.
+    """
     scaler: LossScaler | None = None
     """Under fp16: gradients are ``scaler.scale`` times too large."""
     seed_rank: int = 0

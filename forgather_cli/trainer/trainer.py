@@ -28,7 +28,7 @@ from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import check_shares
 from forgather_cli.trainer.arguments import RecipeArguments, ScriptSettings
 from forgather_cli.trainer.build import model_spec, num_parameters, strategy_of
-from forgather_cli.trainer.checkpoints import Checkpoints, drawn_seed, write_side_files
+from forgather_cli.trainer.checkpoints import Checkpoints, drawn_seed, frozen_base, write_side_files
 from forgather_cli.trainer.device_errors import explain_model, explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents
 from forgather_cli.trainer.finish import finish
@@ -90,6 +90,7 @@ class Loop:
             config,
             strategy,
             init=None if fill is None else lambda part: fill(part, seed),
+            seed=seed,
             enable_checkpointing=objects.enable_checkpointing,
             checkpointing_options=script.gradient_checkpointing_kwargs,
         )
@@ -105,8 +106,10 @@ class Loop:
         self.run = TrainingRun(
             config=config, script=script, run_dir=run_dir, config_tree=config_tree, data_description=data_description,
             data_files=data_files, world=here, cpu_group=group, strategy=strategy, seed=seed, scaler=scaler,
-            seed_rank=here.rank, job=job, emit=self.emit,
-            write_model_files=lambda directory: write_side_files(self.model, self.processing_class, directory),
+            seed_rank=here.rank, job=job, emit=self.emit, base=frozen_base(config, group),
+            write_model_files=lambda directory: write_side_files(
+                self.model, self.processing_class, directory, self.run
+            ),
         )  # fmt: skip
         self._start_over()
         # the ``args`` of events: a script's own object, or a recipe's settings under Hugging Face's names

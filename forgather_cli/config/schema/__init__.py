@@ -8,6 +8,7 @@ Every group option has a ``type``, by which its class is found; one with ``_targ
 declares its rules beside its fields (``base.Settings.problems``, ``base.OnlyIf``); ``config/rules.py`` checks them.
 """
 
+from forgather_cli.config.schema.adapter import *
 from forgather_cli.config.schema.base import *
 from forgather_cli.config.schema.callbacks import *
 from forgather_cli.config.schema.data import *

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.schema.adapter import AdapterOption, NoAdapter
 from forgather_cli.config.schema.base import (
     NEEDS_EVALUATION,
     Count,
@@ -85,6 +86,8 @@ class RunSettings(Settings):
 
     learning_rate: NonNegative = 1e-3
     weight_decay: NonNegative = 0.1
+    # regular expressions of the parameters that are trained; null: all, beside an adapter none
+    trainable: list[str] | None = None
     max_grad_norm: NonNegative | None = 1.0
 
     report_to: list[str] | str | None = None  # null: as callbacks say
@@ -168,7 +171,7 @@ class Config(RunSettings):
     """A whole run: run-level settings and one option of each group."""
 
     GROUPS: ClassVar[tuple[str, ...]] = (
-        "model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "precision", "callbacks",
+        "model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "precision", "adapter", "callbacks",
     )  # fmt: skip
 
     recipe: str = "default"
@@ -180,6 +183,7 @@ class Config(RunSettings):
     loss: LossOption
     precision: PrecisionOption
     callbacks: CallbackOption
+    adapter: AdapterOption = NoAdapter()
 
     @property
     def dispatch_batches(self) -> bool | None:

@@ -42,7 +42,7 @@ def load_causal_lm(
     targets = {name: tensor for name, tensor in every.items() if first[id(tensor)] == name}  # tied ones once
     known = {} if num_known is None else dict.fromkeys(_names_of_tokens(model), num_known)
     noise = 0.0 if known else NOISE
-    stored = _stored_names(model, files)
+    stored = stored_names(model, files)
     if stored is not None:
         rows = config_of(option, vocab_size=0).get_text_config().vocab_size
         own = {name: stored[name] for name in targets}
@@ -65,7 +65,7 @@ def _names_of_tokens(model: CausalLM) -> list[str]:
     return [name for name, each in theirs.named_parameters(remove_duplicate=False) if id(each) in own]
 
 
-def _stored_names(model: CausalLM, files: Mapping[str, Path]) -> dict[str, str] | None:
+def stored_names(model: CausalLM, files: Mapping[str, Path]) -> dict[str, str] | None:
     """Name -> name in the files, of the whole model, of which ``model`` may be a stage; None where they do not hold
     exactly its tensors.
 

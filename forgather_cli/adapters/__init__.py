@@ -1,0 +1,1 @@
+"""A room: adapters (``adapter=lora``, ``dora``, ``qlora``), small trained matrices beside those of a frozen model."""

@@ -1,0 +1,159 @@
+"""Adapters on disk, as PEFT keeps them: ``adapter_config.json`` and ``adapter_model.safetensors``, beside the directory
+of the model that they are for.
+
+peft 0.21: ``peft_model.py: save_pretrained``, ``utils/save_and_load.py``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from forgather_cli.adapters.model import adapted_layers
+from forgather_cli.checkpoint.load import ADAPTER_PREFIX
+from forgather_cli.config.decode import decode_settings
+from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings
+from forgather_cli.data.cache import Cache
+from forgather_cli.data.text.corpus import content_hash
+from forgather_cli.data.text.read import SourceFile
+from forgather_cli.documents.fields import FieldError
+from forgather_cli.documents.regular_files import read_json_object
+from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.models.files import tensor_files
+from forgather_cli.terminal.bars import doing
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def base_of(directory: Path) -> dict[str, str]:
+    """What a checkpoint says of the model that its adapter is for: directory, name, and hash of settings and weights.
+
+    The hash is read once and kept while the files stay as they are. Raises ModelError, DataError.
+    """
+    files = [directory / "config.json", *sorted(set(tensor_files(directory).values()))]
+    with doing("hashing the base model"):
+        content = content_hash(Cache(None), [SourceFile(file, file.name) for file in files])
+    place = directory.resolve()
+    return {"path": str(place), "name": place.name, "sha256": content}
+
+
+def write_config(directory: Path, model: nn.Module, config: Config) -> None:
+    """Write ``adapter_config.json`` of a model, or of its first part, that ``adapt`` has made."""
+    settings, option = config.adapter, cast(Any, config.model)
+    assert isinstance(settings, LoRASettings)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+    found = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "base_model_name_or_path": str(Path(option.path).expanduser().resolve()),
+        "r": settings.r,
+        "lora_alpha": _plain(settings.lora_alpha),
+        "lora_dropout": settings.lora_dropout,
+        "bias": "none",
+        "fan_in_fan_out": any(type(layer).__name__ == "AdaptedConv1D" for _, layer in adapted_layers(model)),
+        "target_modules": settings.target_modules,
+        "target_parameters": settings.target_parameters or None,
+        "modules_to_save": sorted({name.rpartition(".")[0] for name in trained}) or None,
+        "use_rslora": settings.use_rslora,
+        "use_dora": isinstance(settings, DoRASettings),
+        "init_lora_weights": settings.init_lora_weights,
+        "rank_pattern": settings.rank_pattern,
+        "alpha_pattern": {key: _plain(value) for key, value in settings.alpha_pattern.items()},
+    }
+    (directory / CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(number: float) -> int | float:
+    return int(number) if number == int(number) else number
+
+
+@dataclass(frozen=True)
+class AdapterDirectory:
+    """An adapter that is there: its settings, and the model that it is for."""
+
+    path: Path
+    settings: LoRASettings
+    base: Path
+    modules_to_save: tuple[str, ...]
+
+
+_IGNORED_WHERE_EMPTY = (
+    "alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config", "exclude_modules",
+    "layer_replication", "layers_pattern", "layers_to_transform", "loftq_config", "lora_bias", "megatron_config",
+    "monteclora_config", "qalora_group_size", "trainable_token_indices", "use_qalora", "ensure_weight_tying",
+    "velora_config", "use_bdlora",
+)  # fmt: skip
+"""Keys of ``LoraConfig`` for what is not done here: an adapter that has one is refused."""
+_HARMLESS = (
+    "peft_type", "peft_version", "task_type", "inference_mode", "revision", "base_model_name_or_path", "bias",
+    "fan_in_fan_out", "modules_to_save", "megatron_core", "runtime_config", "use_dora", "init_lora_weights",
+    "qalora_group_size", "save_embedding_layers",
+)  # fmt: skip
+
+
+def read_adapter(directory: Path) -> AdapterDirectory:
+    """The adapter in a directory. Raises ModelError for one that is not LoRA or DoRA as we do it, and where its base is
+    not on this machine.
+    """
+    file = directory / CONFIG
+    found = read_json_object(file, ModelError)
+    kind = found.get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"{file}: peft_type must be LORA, got {kind!r}; other adapters are not read")
+    known = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora", "rank_pattern",
+             "alpha_pattern")  # fmt: skip
+    for key, value in found.items():
+        if key not in (*known, *_HARMLESS) and value not in (None, False, [], {}, "", 0):
+            raise ModelError(f"{file}: {key} is not known here, got {value!r:.80}; merge the adapter with peft")
+    if found.get("bias", "none") != "none":
+        raise ModelError(f"{file}: bias must be none, got {found['bias']!r:.80}; merge the adapter with peft")
+    values = {key: found[key] for key in known if found.get(key) is not None}
+    for key in ("lora_alpha", "lora_dropout"):
+        if isinstance(values.get(key), int):
+            values[key] = float(values[key])
+    if isinstance(values.get("alpha_pattern"), dict):
+        values["alpha_pattern"] = {
+            key: float(value) if isinstance(value, int) else value for key, value in values["alpha_pattern"].items()
+        }
+    try:
+        cls = DoRASettings if found.get("use_dora") else LoRASettings
+        settings = decode_settings(cls, values)
+    except (ConfigError, FieldError) as error:
+        raise ModelError(f"{file}: {error}") from error
+    if settings.target_modules != ALL_LINEAR and isinstance(settings.target_modules, list):
+        settings = decode_settings(cls, {**values, "target_modules": sorted(settings.target_modules)})
+    base, saved = found.get("base_model_name_or_path"), found.get("modules_to_save") or []
+    if not isinstance(base, str) or not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
+        raise ModelError(f"{file}: names no base_model_name_or_path, or modules_to_save is no list of names")
+    place = Path(base) if Path(base).is_absolute() or Path(base).exists() else directory / base
+    if not (place / "config.json").is_file():
+        raise ModelError(
+            f"{file}: the model that it is for is not at {base}; bring it there, or write its directory into "
+            "base_model_name_or_path"
+        )
+    return AdapterDirectory(directory, settings, place, tuple(saved))
+
+
+def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
+    """The adapter of ``init_from``. Raises ModelError where it is another kind of one than ``settings``."""
+    assert settings.init_from is not None
+    directory = Path(settings.init_from).expanduser()
+    if not (directory / CONFIG).is_file():
+        raise ModelError(f"adapter.init_from: {directory} has no {CONFIG}; give the directory of an adapter")
+    found = read_adapter(directory)
+    for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+        there, here = getattr(found.settings, key), getattr(settings, key)
+        if there != here:
+            name = "adapter" if key == "type" else f"adapter.{key}"
+            raise ModelError(f"{name}: the adapter in {directory} has {there}, got {here}; set {name}={there}")
+    return found
+
+
+def own_name(stored: str) -> str:
+    """The full name of a tensor of an adapter's file."""
+    return stored.removeprefix(ADAPTER_PREFIX)

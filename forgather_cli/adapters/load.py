@@ -1,0 +1,83 @@
+"""A model with the adapter of a directory, ours or peft's, to evaluate, to sample from, or to merge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forgather_cli.adapters.directory import WEIGHTS, AdapterDirectory, base_of, own_name
+from forgather_cli.adapters.layers import Shape, attach
+from forgather_cli.adapters.model import targets
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.checkpoint.tensors import TensorReader
+from forgather_cli.config.schema import DoRASettings
+from forgather_cli.errors import ModelError
+from forgather_cli.shards import fill_local, not_finite
+
+
+def check_base(adapter: AdapterDirectory, reader: Reader | None) -> None:
+    """Raise ModelError where the base is not the one that a checkpoint's adapter was trained on."""
+    before = None if reader is None else reader.identity().get("base")
+    if before is None:
+        return
+    now = base_of(adapter.base)
+    if before.get("sha256") != now["sha256"]:
+        raise ModelError(
+            f"{adapter.path}: its adapter is for the model that {before.get('path')} held (sha256 "
+            f"{before.get('sha256')!s:.12}), and {adapter.base} holds another (sha256 {now['sha256']:.12}); bring that "
+            "one back"
+        )
+
+
+def with_adapter(model: nn.Module, adapter: AdapterDirectory, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Give ``model``, the base with its weights, the adapter, in place. Raises ModelError for one that does not fit."""
+    settings = adapter.settings
+    for name in targets(model, settings):
+        shape = Shape(settings.rank_of(name), settings.scaling_of(name), 0.0, isinstance(settings, DoRASettings), False)
+        attach(model.get_submodule(name), shape, dtype)
+    fill_from(model, adapter)
+    return model
+
+
+@torch.no_grad()
+def fill_from(part: nn.Module, adapter: AdapterDirectory) -> None:
+    """Copy the tensors of an adapter's file into this rank's rows of ``part``, a model with adapters or a stage of one.
+
+    Raises ModelError naming what is missing, too many or of another shape.
+    """
+    file = adapter.path / WEIGHTS
+    if not file.is_file():
+        raise ModelError(f"{adapter.path}: has no {WEIGHTS}; save the adapter again as safetensors")
+    reader = TensorReader(file)
+    stored = {own_name(name): name for name in reader.specs}
+    held: dict[str, Tensor] = dict(part.named_parameters(remove_duplicate=False))
+    wanted = {name for name in held if "lora_" in name}
+    problems = [f"{name} is missing" for name in sorted(wanted - stored.keys())]
+    for name in sorted(stored.keys() & held.keys()):
+        if reader.specs[stored[name]].shape != tuple(held[name].shape):
+            problems.append(f"{name} is {list(reader.specs[stored[name]].shape)}, not {list(held[name].shape)}")
+    problems += [f"{name} belongs to nothing" for name in sorted(stored.keys() - held.keys()) if _is_whole(part)]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise ModelError(
+            f"{file}: is not an adapter of the model in {adapter.base}: {'; '.join(problems[:3])}{more}; give the "
+            "model that it was made for"
+        )
+    for name in stored.keys() & held.keys():
+        fill_local(held[name], reader.read(stored[name]))
+    if void := not_finite({name: held[name] for name in stored.keys() & held.keys()}):
+        raise ModelError(f"{file}: {void[0]} holds values that are not finite")
+
+
+def _is_whole(part: nn.Module) -> bool:
+    """Whether it has all layers; a pipeline's stage has some."""
+    theirs: Any = getattr(part, "theirs", part)
+    return getattr(theirs, "lm_head", None) is not None and getattr(theirs.model, "embed_tokens", True) is not None
+
+
+def directory_of_tokenizer(adapter: AdapterDirectory) -> Path:
+    """The adapter's own directory, where its tokenizer lies with it, else the base's."""
+    return adapter.path if (adapter.path / "tokenizer.json").is_file() else adapter.base

@@ -1,0 +1,61 @@
+"""A whole model of a base and an adapter: each adapted matrix plus its product, summed in fp32, in the base's dtype."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from forgather_cli.adapters.directory import AdapterDirectory
+from forgather_cli.adapters.model import adapted_layers, without_adapters
+from forgather_cli.checkpoint.tensors import spec_of, write_weights
+from forgather_cli.documents.regular_files import read_json_object
+from forgather_cli.errors import ModelError
+from forgather_cli.inference.source import Located, load_located
+
+
+def write_merged(found: Located, adapter: AdapterDirectory, directory: Path) -> None:
+    """Write a model directory with weights, config.json and tokenizer. Raises SetupError.
+
+    A head that shares the embedding's weight, of which one alone has an adapter, becomes a weight of its own:
+    tied again, the two would be neither (transformers#45127).
+    """
+    source = load_located(found, device="cpu")
+    rows = MergedRows(source.model)
+    directory.mkdir()
+    config = read_json_object(adapter.base / "config.json", ModelError)
+    if rows.is_untied:
+        config["tie_word_embeddings"] = False
+    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    generation = adapter.base / "generation_config.json"
+    if generation.is_file():
+        (directory / generation.name).write_bytes(generation.read_bytes())
+    source.tokenizer.save(directory)
+    write_weights(directory, [spec_of(name, t.dtype, tuple(t.shape)) for name, t in rows.base.items()], rows)
+
+
+class MergedRows:
+    """The tensors of a model without its adapters, by full name, each merged when it is asked for."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = {f"{name}.weight": layer for name, layer in adapted_layers(model)}
+        with without_adapters(model):
+            every: dict[str, Tensor] = model.state_dict(keep_vars=True)
+        names: dict[int, list[str]] = {}
+        for name, tensor in every.items():
+            names.setdefault(id(tensor), []).append(name)
+        tied = [group for group in names.values() if len(group) > 1]
+        self.is_untied = any(name in self._layers for group in tied for name in group)
+        # a weight that others share is stored once, under its first name, unless an adapter tells them apart
+        self.base = {
+            name: every[name]
+            for group in names.values()
+            for name in (group if any(each in self._layers for each in group) else group[:1])
+        }
+
+    @torch.no_grad()
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self.base[name].detach()
+        return self._layers[name].merged().to(tensor.dtype) if name in self._layers else tensor

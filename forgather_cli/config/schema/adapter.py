@@ -1,0 +1,123 @@
+"""Options of the group ``adapter``, under PEFT's names (``LoraConfig``, peft 0.21)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from forgather_cli.config.schema.base import (
+    FilePath,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Settings,
+    by_type,
+    settings,
+)
+
+ALL_LINEAR = "all-linear"
+
+
+@settings
+class NoAdapter(Settings):
+    """The model itself is trained."""
+
+    type: Literal["none"] = "none"
+
+
+@settings
+class LoRASettings(Settings):
+    """Beside each adapted matrix two small ones, whose product times lora_alpha / r is added (Hu et al. 2021)."""
+
+    type: Literal["lora"] = "lora"
+    r: PositiveInt = 16
+    lora_alpha: PositiveFloat = 32.0
+    lora_dropout: Probability = 0.0
+    # all-linear (not the head), names that a layer's full name may end with, or a regular expression of full names
+    target_modules: str | list[str] = ALL_LINEAR
+    target_parameters: list[str] = field(default_factory=list)  # experts, which are parameters of three dimensions
+    use_rslora: bool = False
+    init_lora_weights: Literal["gaussian"] | bool = True
+    init_from: FilePath | None = None  # an adapter's directory, ours or peft's, to go on from; null: afresh
+    rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
+    alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
+
+    def rank_of(self, name: str) -> int:
+        """The rank beside the layer of this name."""
+        return self.rank_pattern.get(_matching(self.rank_pattern, name), self.r)
+
+    def scaling_of(self, name: str) -> float:
+        """What the product beside the layer of this name is multiplied with."""
+        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, name), self.lora_alpha)
+        rank = self.rank_of(name)
+        return alpha / (rank**0.5 if self.use_rslora else rank)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if not self.target_modules and not self.target_parameters:
+            yield "adapter.target_modules: names nothing to adapt; set target_modules=all-linear, or names of layers"
+        if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
+            yield from _not_patterns("adapter.target_modules", [self.target_modules])
+        yield from _not_patterns("adapter.rank_pattern", self.rank_pattern)
+        yield from _not_patterns("adapter.alpha_pattern", self.alpha_pattern)
+        if getattr(config.model, "path", None) is None:
+            yield (
+                f"adapter: {self.type} adapts a model that exists, got model={config.model.type}; set "
+                "model=pretrained model.path=DIR"
+                if hasattr(config.model, "type")
+                else f"adapter: {self.type} adapts a model that exists, got model._target_={config.model.path}; set "
+                "model=pretrained model.path=DIR"
+            )
+        if config.average_last is not None:
+            yield (
+                f"average_last: a mean of adapters is no adapter, got {config.average_last}; set average_last=null, "
+                "or average what forgather finalize --merge makes of them"
+            )
+        if config.precision.type in ("fp8", "qat"):
+            yield (
+                f"precision: {config.precision.type} changes the layers that adapter={self.type} adapts; set "
+                "precision=bf16"
+            )
+        if getattr(config.trainer, "shard", 1) > 1 and config.trainer.type == "pipeline":
+            yield (
+                f"trainer.shard: a pipeline whose stages are sharded does not train adapter={self.type} yet, got "
+                f"{config.trainer.shard}; set shard=1, or trainer=fsdp2"
+            )
+
+
+@settings
+class DoRASettings(LoRASettings):
+    """LoRA of each matrix's direction; the norms of its rows are trained beside (Liu et al. 2024, arXiv:2402.09353)."""
+
+    type: Literal["dora"] = "dora"  # type: ignore[assignment]
+
+
+@settings
+class QLoRASettings(LoRASettings):
+    """LoRA beside matrices in four bits, NF4 by bitsandbytes (Dettmers et al. 2023, arXiv:2305.14314)."""
+
+    type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
+    double_quant: bool = True  # whether the scales of blocks are quantized too
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        kind = getattr(config.trainer, "type", None)
+        if kind not in ("single", "ddp"):
+            yield f"adapter: qlora trains under trainer=single and ddp yet, got trainer={kind}; set adapter=lora"
+
+
+def _matching(patterns: dict[str, Any], name: str) -> str:
+    """The first key that the full name ends with, as a regular expression (peft 0.21, ``get_pattern_key``)."""
+    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), name)
+
+
+def _not_patterns(setting: str, patterns: Any) -> Iterator[str]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            yield f"{setting}: not a regular expression ({error}), got {pattern!r}; mend it"
+
+
+AdapterOption = Annotated[NoAdapter | LoRASettings | DoRASettings | QLoRASettings, by_type]

@@ -1,0 +1,146 @@
+"""Against peft itself: what our adapters compute, and what peft makes of our files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from forgather_cli.adapters.directory import WEIGHTS, write_config
+from forgather_cli.adapters.layers import is_adapter
+from forgather_cli.adapters.model import adapt, adapted_layers, starting
+from forgather_cli.checkpoint.load import ADAPTER_PREFIX
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import Config
+from forgather_cli.models.build import build_model, initialize
+from forgather_cli.models.init import allocate
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's, of transformers
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "max_position_embeddings": 64,
+}  # fmt: skip
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
+CASES = {
+    "lora": ("adapter=lora",),
+    "dora": ("adapter=dora",),
+    "gaussian": ("adapter=lora", "use_rslora=true", "init_lora_weights=gaussian", "adapter.r=4"),
+    "named": (
+        "adapter=lora", "target_modules=[q_proj,down_proj]", "rank_pattern={q_proj: 3}", "alpha_pattern={down_proj: 7}",
+    ),
+    "regex": ("adapter=dora", "target_modules='.*layers.1.*(gate|up)_proj'"),
+    "tokens": ("adapter=lora", "target_modules=[embed_tokens,lm_head,k_proj]"),
+    "norms": ("adapter=lora", "trainable=[norm]"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose head is its embedding."""
+    path = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(path)
+    return path
+
+
+def config_of(base: Path, *words: str, model: str = "pretrained") -> Config:
+    return load_config("default", [f"model={model}", f"model.path={base}", "precision=fp32", *words]).config
+
+
+def ours(config: Config, seed: int = 1) -> nn.Module:
+    """The adapted model, filled as a run fills it."""
+    with torch.device("meta"):
+        model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
+    adapt(model, config.adapter, config)
+    allocate(model, "cpu")
+    starting(lambda part: initialize(config.model, part, 0), config, seed)(model)
+    return model
+
+
+def stirred(model: nn.Module) -> nn.Module:
+    """Every trained parameter moved, as training does; DoRA's norms too."""
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return model
+
+
+def saved(model: nn.Module, config: Config, directory: Path) -> Path:
+    directory.mkdir()
+    trained = {ADAPTER_PREFIX + n: p.detach().contiguous() for n, p in model.named_parameters() if p.requires_grad}
+    save_file(trained, directory / WEIGHTS, metadata={"format": "pt"})
+    write_config(directory, model, config)
+    return directory
+
+
+def loss_of(logits: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", ["pretrained", "transformers"])
+def test_forward_and_gradients_are_those_of_peft(case: str, model: str, base: Path, tmp_path: Path) -> None:
+    config = config_of(base, *CASES[case], model=model)
+    mine = stirred(ours(config))
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), saved(mine, config, tmp_path / "adapter"), is_trainable=True
+    )
+    logits, wanted = mine(IDS), theirs(IDS).logits
+    torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
+    loss_of(logits).backward()
+    loss_of(wanted).backward()
+    gradients = {
+        name.removeprefix(ADAPTER_PREFIX).replace(".default", "").replace(".modules_to_save", ""): p.grad
+        for name, p in theirs.named_parameters()
+        if p.requires_grad
+    }
+    gradients = {
+        name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector"): g for name, g in gradients.items()
+    }
+    own = {name: p.grad for name, p in mine.named_parameters() if p.requires_grad}
+    assert own.keys() == gradients.keys()
+    for name, gradient in own.items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+    assert all(p.grad is None for p in mine.parameters() if not p.requires_grad)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_are_those_of_peft(case: str, base: Path, tmp_path: Path) -> None:
+    config = config_of(base, *CASES[case])
+    files = saved(stirred(ours(config)), config, tmp_path / "ours")
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), files)
+    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
+    mine, again = load_file(files / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS)
+    assert mine.keys() == again.keys()
+    assert all(torch.equal(mine[name], again[name]) for name in mine)
+
+
+@pytest.mark.parametrize("case", ["lora", "dora"])  # of a tied head peft adds two products into one weight
+def test_merged_weights_are_those_of_peft(case: str, base: Path, tmp_path: Path) -> None:
+    config = config_of(base, *CASES[case])
+    mine = stirred(ours(config))
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), saved(mine, config, tmp_path / "a"))
+    wanted = {n.removeprefix(ADAPTER_PREFIX): p for n, p in theirs.merge_and_unload().named_parameters()}
+    for name, layer in adapted_layers(mine):
+        torch.testing.assert_close(layer.merged(), wanted[f"{name}.weight"], rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_begins_as_the_base_and_by_seed_and_name(base: Path) -> None:
+    config = config_of(base, "adapter=dora")
+    model = ours(config)
+    plain = AutoModelForCausalLM.from_pretrained(base)
+    torch.testing.assert_close(model(IDS), plain(IDS).logits, rtol=1e-5, atol=1e-5)
+    again, other = dict(ours(config).named_parameters()), dict(ours(config, seed=3).named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again[name])
+        assert torch.equal(parameter, other[name]) == (not name.endswith("lora_A.weight"))
+        assert parameter.requires_grad == is_adapter(name)

@@ -1,0 +1,162 @@
+"""Runs with adapters as commands: resumed under another strategy, finalized both ways, gone on from peft's, refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from program import forgather
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from forgather_cli.checkpoint.manifest import NAME
+from forgather_cli.config.load import load_config
+from forgather_cli.data.text.tokenizer import load_tokenizer
+from forgather_cli.errors import ConfigError
+from forgather_cli.run_dir import RunDir
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base") / "base"
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 64, "tie_word_embeddings": True,
+    }  # fmt: skip
+    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(path)
+    load_tokenizer("bytes").save(path)
+    return path
+
+
+def words(base: Path, *more: str) -> tuple[str, ...]:
+    return (
+        "train", "model=pretrained", f"model.path={base}", "data=synthetic", "data.tokenizer=bytes",
+        "model.replace_tokenizer=true", "data.seq_len=16", "data.num_samples=64", "data.num_eval_samples=8",
+        "precision=fp32", "optimizer=adamw", "learning_rate=1e-2", "global_batch_size=4", "eval_strategy=no",
+        "callbacks=minimal", "output_dir=run", "device=cpu", *more,
+    )  # fmt: skip
+
+
+def newest(run: str) -> Path:
+    return RunDir(Path(run)).checkpoint(RunDir(Path(run)).checkpoint_steps()[-1]) / "model"
+
+
+def test_a_run_is_resumed_under_another_strategy(base: Path) -> None:
+    assert forgather(*words(base, "adapter=dora", "max_steps=6")) == 0
+    whole = load_file(newest("run") / "adapter_model.safetensors")
+    assert forgather(*words(base, "adapter=dora", "max_steps=6", "output_dir=part", "save_steps=3")) == 0
+    steps = RunDir(Path("part")).checkpoint_steps()
+    checkpoint = RunDir(Path("part")).checkpoint(steps[0])
+    layout = ("trainer=ddp", "nproc_per_node=2", "per_device_train_batch_size=2")
+    more = (f"resume_from_checkpoint={checkpoint}", "output_dir=other", "max_steps=6")
+    assert forgather(*words(base, "adapter=dora", *layout, *more)) == 0
+    for name, tensor in load_file(newest("other") / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("targets", ["all-linear", "[lm_head,q_proj]"])
+def test_finalize_gives_the_adapter_and_the_whole_model(
+    base: Path, targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert forgather(*words(base, "adapter=lora", f"adapter.target_modules={targets}", "max_steps=8")) == 0
+    assert forgather("finalize", "run", "adapter") == 0
+    assert forgather("finalize", "run", "merged", "--merge") == 0
+    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "adapter")
+    whole, plain = AutoModelForCausalLM.from_pretrained("merged"), AutoModelForCausalLM.from_pretrained(base)
+    torch.testing.assert_close(whole(IDS).logits, apart(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert (whole(IDS).logits - plain(IDS).logits).abs().max() > 0.1
+    report = json.loads(Path("merged/finalize_report.json").read_text())
+    assert report["proof"]["merge"]["perplexity_ratio"] == pytest.approx(1, abs=1e-4)
+    losses = []
+    for source in ("run", "adapter", "merged"):
+        capsys.readouterr()
+        assert forgather("eval", source, *words(base)[3:5], "data.seq_len=16", "precision=fp32", "--json") == 0
+        losses.append(json.loads(capsys.readouterr().out)["eval_loss"])
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+
+
+def test_an_adapter_of_peft_is_gone_on_from_and_merged(base: Path) -> None:
+    torch.manual_seed(1)
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    for name, parameter in theirs.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    theirs.save_pretrained("peft")
+    assert forgather("finalize", "peft", "whole", "--merge", "--text", str(Path(__file__))) == 0
+    merged = AutoModelForCausalLM.from_pretrained("whole")
+    torch.testing.assert_close(merged(IDS).logits, theirs(IDS).logits, rtol=1e-4, atol=1e-4)
+    same = ("adapter=lora", "adapter.r=4", "lora_alpha=8", "target_modules=[q_proj,up_proj]", "adapter.init_from=peft")
+    assert forgather(*words(base, *same, "max_steps=1", "learning_rate=0")) == 0
+    before, after = load_file("peft/adapter_model.safetensors"), load_file(newest("run") / "adapter_model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_another_base_is_refused_with_both_hashes(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in base.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert forgather(*words(copy, "adapter=lora", "max_steps=2")) == 0
+    assert forgather(*words(copy, "adapter=lora", "max_steps=4", "resume_from_checkpoint=true")) == 0
+    tensors = load_file(copy / "model.safetensors")
+    tensors["model.norm.weight"] += 1e-3
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    capsys.readouterr()
+    assert forgather(*words(copy, "adapter=lora", "max_steps=6", "resume_from_checkpoint=true")) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "model.path: the adapter is for the model that" in said
+    assert said.count("(sha256 ") == 2
+    assert forgather("finalize", "run", "whole", "--merge") == 2
+    assert (newest("run").parent / NAME).exists()
+
+
+MISTAKES = {
+    ("adapter=lora", "adapter.target_modules=[q_prj]"): "did you mean q_proj?",
+    ("adapter=lora", "adapter.r=33"): "adapter.r: 33 is above the width of model.layers.0.self_attn.q_proj, 32",
+    ("adapter=dora", "target_modules=[embed_tokens]"): "dora adapts linear layers",
+    ("adapter=lora", "target_modules=[lm_head]", "loss=linear_cross_entropy"): "loss: linear_cross_entropy multiplies",
+    ("adapter=lora", "trainable=[nrm]"): "trainable: no parameter of Decoder has a name like 'nrm'",
+    ("adapter=lora", "adapter.rank_pattern={q_prj: 2}"): "no adapted layer is 'q_prj'",
+    ("adapter=lora", "adapter.init_from=nowhere"): "adapter.init_from: nowhere has no adapter_config.json",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_what_cannot_be_adapted_is_said(given: tuple[str, ...], base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather(*words(base, *given, "max_steps=1")) == 2
+    assert MISTAKES[given] in " ".join(capsys.readouterr().err.split())
+
+
+CONTRADICTIONS = {
+    ("adapter=lora",): "adapter: lora adapts a model that exists, got model=decoder",
+    ("adapter=lora", "model=pretrained", "model.path=x", "precision=qat"): "precision: qat changes the layers",
+    ("adapter=lora", "model=pretrained", "model.path=x", "average_last=3"): "average_last: a mean of adapters",
+    ("adapter=qlora", "model=pretrained", "model.path=x", "trainer=fsdp2"): "adapter: qlora trains under",
+    ("adapter=lora", "model=pretrained", "model.path=x", "trainer=pipeline", "trainer.shard=2"): "trainer.shard: a ",
+    ("adapter=lora", "model=pretrained", "model.path=x", "target_modules='(q'"): "not a regular expression",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("given", CONTRADICTIONS)
+def test_settings_that_exclude_an_adapter(given: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError, match="|".join(map(str, [CONTRADICTIONS[given]]))):
+        load_config("default", list(given))
+
+
+def test_some_parameters_of_a_whole_model_are_trained(base: Path) -> None:
+    assert forgather(*words(base, "trainable=[norm]", "max_steps=3")) == 0
+    before, after = load_file(base / "model.safetensors"), load_file(newest("run") / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert {name for name in before if not torch.equal(before[name], after[name])} == {n for n in before if "norm" in n}

@@ -1,0 +1,122 @@
+"""Adapters under every strategy: as on one device, over a base that changes by no bit; resumed under another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import parity
+import pytest
+import tiny
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from forgather_cli.config.load import load_config
+from forgather_cli.models.parts import named_tensors
+from forgather_cli.run_dir import RunDir
+from forgather_cli.shards import box_of, local
+
+LAYOUTS = {
+    "ddp": ("trainer=ddp",),
+    "fsdp2": ("trainer=fsdp2",),
+    "pipeline": ("trainer=pipeline", "n_microbatches=2"),
+    "zero bubble": ("trainer=pipeline", "n_microbatches=4", "schedule=ZBVZeroBubble"),
+}
+KINDS = {
+    "lora": ("adapter=lora",),
+    "dora": ("adapter=dora", "loss=linear_cross_entropy", "gradient_checkpointing=true"),
+    "transformers": ("adapter=dora", "model=transformers", "trainable=[norm.weight]"),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    settings: dict[str, Any] = {
+        "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 64,
+    }  # fmt: skip
+    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(path)
+    return path
+
+
+def train(root: Path, base: Path, *words: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """As one rank: (gradient norms, what the checkpoint has of the model, this rank's rows that differ from the base's
+    files of what is frozen)."""
+    own = [word for word in words if word.startswith("model=")] or ["model=pretrained"]
+    config = load_config(
+        None,
+        [
+            *own, f"model.path={base}", "data=synthetic", "data.tokenizer=bytes", "model.replace_tokenizer=true",
+            "data.seq_len=16", "data.num_samples=64", "data.num_eval_samples=8", "precision=fp32", "optimizer=adamw",
+            "optimizer.eps=1e-6", "learning_rate=1e-3", "global_batch_size=8", "per_device_train_batch_size=4",
+            "max_steps=8", "warmup_steps=1", "eval_strategy=no", "callbacks=minimal", "logging_steps=1",
+            f"output_dir={root}", *(word for word in words if word not in own),
+        ],
+    ).config  # fmt: skip
+    trainer = tiny.train(config, RunDir(root))
+    files = load_file(base / "model.safetensors")
+    changed = {
+        name: tensor.detach()
+        for name, tensor in named_tensors(trainer.run.strategy.parts).items()
+        if not tensor.requires_grad and not torch.equal(local(tensor.detach()), files[name][box_of(tensor).slices])
+    }
+    norms = [norm for _, _, norm in tiny.training_curve(root)]
+    saved = load_file(
+        RunDir(root).checkpoint(RunDir(root).checkpoint_steps()[-1]) / "model" / "adapter_model.safetensors"
+    )
+    return norms, saved, changed
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def alone(request: pytest.FixtureRequest, base: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    root = tmp_path_factory.mktemp("alone")
+    return request.param, root, train(root, base, *KINDS[request.param])
+
+
+def assert_as_alone(norms: list[float], saved: dict[str, Tensor], alone: Any) -> None:
+    parity.assert_near(norms, alone[0], "gradient norm")
+    assert saved.keys() == alone[1].keys()
+    for name, tensor in alone[1].items():
+        apart = float((saved[name] - tensor).norm() / tensor.norm())
+        assert apart <= 1e-5, f"{name}: {apart:.1e}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_strategy_agrees_with_one_device_and_leaves_the_base(
+    layout: str, alone: Any, base: Path, tmp_path: Path
+) -> None:
+    kind, _, reference = alone
+    assert reference[2] == {}
+    for norms, saved, changed in run_ranks(2, train, tmp_path, base, *KINDS[kind], *LAYOUTS[layout]):
+        assert changed == {}
+        assert_as_alone(norms, saved, reference)
+
+
+def _train_unsummed(root: Path, base: Path, *words: str) -> Any:
+    """Without the sum over ranks of one adapter's gradient."""
+    made = DistributedDataParallel.__init__
+
+    def broken(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        names = [name for name, _ in module.named_parameters() if "layers.0.self_attn.q_proj.lora_B" in name]
+        assert names
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        made(self, module, *args, **kwargs)
+
+    DistributedDataParallel.__init__ = broken  # type: ignore[method-assign]
+    try:
+        return train(root, base, *words)
+    finally:
+        DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+
+
+def test_a_gradient_that_is_not_summed_is_seen(alone: Any, base: Path, tmp_path: Path) -> None:
+    kind, _, reference = alone
+    found = run_ranks(2, _train_unsummed, tmp_path, base, *KINDS[kind], *LAYOUTS["ddp"], "replication_check=none")
+    with pytest.raises(AssertionError):
+        assert_as_alone(*found[0][:2], reference)
