@@ -7,13 +7,15 @@ peft 0.21: ``peft_model.py: save_pretrained``, ``utils/save_and_load.py``.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from forgather_cli.adapters.model import adapted_layers
+from forgather_cli.adapters.layers import is_adapter
+from forgather_cli.adapters.model import adapted_layers, targets
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.decode import decode_settings
 from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings
@@ -41,11 +43,14 @@ def base_of(directory: Path) -> dict[str, str]:
     return {"path": str(place), "name": place.name, "sha256": content}
 
 
-def write_config(directory: Path, model: nn.Module, config: Config) -> None:
-    """Write ``adapter_config.json`` of a model, or of its first part, that ``adapt`` has made."""
+def write_config(directory: Path, model: nn.Module, config: Config, trained: Iterable[str] | None = None) -> None:
+    """Write ``adapter_config.json`` of a model, or of its first part, that ``adapt`` has made. ``trained``: names of
+    all trained parameters, where it is a part."""
     settings, option = config.adapter, cast(Any, config.model)
     assert isinstance(settings, LoRASettings)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+    if trained is None:
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    whole = {name.rpartition(".")[0] for name in trained if not is_adapter(name)}
     found = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -58,14 +63,47 @@ def write_config(directory: Path, model: nn.Module, config: Config) -> None:
         "fan_in_fan_out": any(type(layer).__name__ == "AdaptedConv1D" for _, layer in adapted_layers(model)),
         "target_modules": settings.target_modules,
         "target_parameters": settings.target_parameters or None,
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in trained}) or None,
+        "modules_to_save": sorted(whole) or None,
         "use_rslora": settings.use_rslora,
         "use_dora": isinstance(settings, DoRASettings),
         "init_lora_weights": settings.init_lora_weights,
         "rank_pattern": settings.rank_pattern,
         "alpha_pattern": {key: _plain(value) for key, value in settings.alpha_pattern.items()},
     }
+    if getattr(model, "num_experts", None):
+        found |= _beside_experts(cast(Any, model).twin(), settings)
     (directory / CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+
+def _beside_experts(model: nn.Module, settings: LoRASettings) -> dict[str, Any]:
+    """What an adapter of a model with experts has in the place of ``target_modules``.
+
+    Of some families peft 0.21 takes names that the layers of experts had in transformers 4, which ``all-linear`` and
+    regular expressions find too, for their stacks now (``utils/transformers_weight_conversion.py``). So layers are
+    named, and those with such a name by their parameter.
+    """
+    layers, wanted = targets(model, settings), settings.target_modules
+    as_layers = [name for name in layers if name.rpartition(".")[2] not in _OF_EXPERTS]
+    as_parameters = [f"{name}.weight" for name in layers if name not in as_layers]
+    if settings.lora_dropout or isinstance(settings, DoRASettings):  # which peft has for layers alone
+        as_layers, as_parameters = layers, []
+    if wanted == ALL_LINEAR:
+        as_layers = sorted({name.rpartition(".")[2] for name in as_layers})
+    ranks = {name: settings.rank_of(name.removesuffix(".weight")) for name in as_parameters}
+    scales = {name: settings.alpha_of(name.removesuffix(".weight")) for name in as_parameters}
+    return {
+        "target_modules": as_layers,
+        "target_parameters": [*settings.target_parameters, *as_parameters] or None,
+        "rank_pattern": settings.rank_pattern | {n: r for n, r in ranks.items() if r != settings.r},
+        "alpha_pattern": {
+            key: _plain(value)
+            for key, value in (settings.alpha_pattern | scales).items()
+            if key not in scales or value != settings.lora_alpha
+        },
+    }
 
 
 def _plain(number: float) -> int | float:

@@ -2,7 +2,8 @@
 
 An adapted layer is the same object with the same parameters under the same names, and two more: ``lora_A`` (r, in) and
 ``lora_B`` (out, r); of an embedding ``lora_embedding_A`` (r, rows) and ``lora_embedding_B`` (width, r). With DoRA
-``lora_magnitude_vector`` (out,) too.
+``lora_magnitude_vector`` (out,) too. A module that holds its parameters itself has ``lora_A`` and ``lora_B`` for the
+last adapted one; those of the one before lie in ``base_layer``, and so on inwards.
 
 Sources: LoRA Hu et al. 2021, arXiv:2106.09685; rsLoRA Kalajdzievski 2023, arXiv:2312.03732; DoRA Liu et al. 2024,
 arXiv:2402.09353.
@@ -41,12 +42,13 @@ class Adapted(nn.Module):
     adapter: Shape
     weight: Tensor
 
-    def delta(self) -> Tensor:
-        """What the adapter adds to the weight, in fp32, without DoRA's norms."""
-        raise NotImplementedError
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """Names of its own parameters that have an adapter."""
+        return ("weight",)
 
-    def merged(self) -> Tensor:
-        """The weight with the adapter in it, in fp32."""
+    def merged(self, name: str = "weight") -> Tensor:
+        """The parameter ``name`` with the adapter in it, in fp32."""
         raise NotImplementedError
 
     def start(self, name: str, tensor: Tensor, generator: Generator) -> None:
@@ -54,9 +56,13 @@ class Adapted(nn.Module):
         raise NotImplementedError
 
 
+MEMBERS = ("lora_", "base_layer")
+"""How the names of what an adapted layer got begin."""
+
+
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is an adapter's."""
-    return name.rpartition("lora_")[1] != ""
+    return "lora_" in name
 
 
 class AdaptedLinear(Adapted):
@@ -95,11 +101,8 @@ class AdaptedLinear(Adapted):
         with torch.autocast(self.weight.device.type, enabled=False):
             return self.lora_B.weight.float() @ self.lora_A.weight.float() * shape.scaling
 
-    def delta(self) -> Tensor:
-        return self._product()
-
     @torch.no_grad()
-    def merged(self) -> Tensor:
+    def merged(self, name: str = "weight") -> Tensor:
         whole = self._weight().float() + self._product()
         if self.adapter.is_dora:
             assert self.lora_magnitude_vector is not None
@@ -107,12 +110,7 @@ class AdaptedLinear(Adapted):
         return whole
 
     def start(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        if name == "lora_B.weight":
-            tensor.zero_()
-        elif self.adapter.is_gaussian:
-            tensor.normal_(0.0, 1 / self.adapter.rank, generator=generator)
-        else:
-            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+        _start(name, tensor, generator, self.adapter)
 
 
 class AdaptedConv1D(AdaptedLinear):
@@ -121,10 +119,7 @@ class AdaptedConv1D(AdaptedLinear):
     def _weight(self) -> Tensor:
         return self.weight.T
 
-    def delta(self) -> Tensor:
-        return self._product().T
-
-    def merged(self) -> Tensor:
+    def merged(self, name: str = "weight") -> Tensor:
         return super().merged().T.contiguous()
 
 
@@ -139,18 +134,86 @@ class AdaptedEmbedding(Adapted):
         low = F.embedding(ids, self.lora_embedding_A.T, getattr(self, "padding_idx", None)) @ self.lora_embedding_B.T
         return out + low * self.adapter.scaling
 
-    def delta(self) -> Tensor:
-        return (self.lora_embedding_B.float() @ self.lora_embedding_A.float()).T * self.adapter.scaling
-
     @torch.no_grad()
-    def merged(self) -> Tensor:
-        return self.weight.float() + self.delta()
+    def merged(self, name: str = "weight") -> Tensor:
+        return self.weight.float() + (self.lora_embedding_B.float() @ self.lora_embedding_A.float()).T * (
+            self.adapter.scaling
+        )
 
     def start(self, name: str, tensor: Tensor, generator: Generator) -> None:
         if name == "lora_embedding_A":
             tensor.zero_()
         else:
             tensor.normal_(generator=generator)
+
+
+class AdaptedParameters(Adapted):
+    """A module that multiplies with its own parameters: in its forward each is W + scaling B A, of experts for each of
+    them (peft 0.21, ``ParamWrapper``). Legend: X experts."""
+
+    adapters: dict[str, Shape]
+    """By parameter, in the order in which the module has them."""
+
+    def forward(self, *args: Any, **inputs: Any) -> Any:
+        # an attribute of the object hides the parameter of that name
+        self.__dict__.update({name: self._whole(name) for name in self.adapters})
+        try:
+            return super().forward(*args, **inputs)
+        finally:
+            for name in self.adapters:
+                del self.__dict__[name]
+
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        return tuple(self.adapters)
+
+    def _factors(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Two matrices, or X of them each, whose product is of the parameter's shape."""
+        holder: Any = self
+        for _ in range(len(self.adapters) - 1 - self.adapted.index(name)):
+            holder = holder.base_layer
+        a, b, weight = holder.lora_A.weight.to(dtype), holder.lora_B.weight.to(dtype), self.get_parameter(name)
+        if weight.ndim == 2:
+            return b, a
+        a, b = a.unflatten(0, (len(weight), -1)), b.unflatten(1, (-1, len(weight))).permute(2, 0, 1)
+        return (a.mT, b.mT) if _is_in_out(self) else (b, a)
+
+    def _whole(self, name: str) -> Tensor:
+        weight = self.get_parameter(name)
+        add = torch.addmm if weight.ndim == 2 else torch.baddbmm
+        with torch.autocast(weight.device.type, enabled=False):  # rounded once, as the sum
+            return add(weight, *self._factors(name, weight.dtype), alpha=self.adapters[name].scaling)
+
+    @torch.no_grad()
+    def merged(self, name: str = "weight") -> Tensor:
+        weight = self.get_parameter(name)
+        left, right = self._factors(name, torch.float32)
+        return weight.float() + left @ right * self.adapters[name].scaling
+
+    def start(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        _start(name, tensor, generator, [*reversed(self.adapters.values())][name.count("base_layer.")])
+
+
+def _is_in_out(module: nn.Module) -> bool:
+    """Whether experts are (X, in, out), as those of GPT-OSS are."""
+    return bool(getattr(module, "is_transposed", False))
+
+
+def _start(name: str, tensor: Tensor, generator: Generator, shape: Shape) -> None:
+    if name.endswith("lora_B.weight"):
+        tensor.zero_()
+    elif shape.is_gaussian:
+        tensor.normal_(0.0, 1 / shape.rank, generator=generator)
+    else:
+        nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+
+
+def parameter_sizes(module: nn.Module, name: str) -> tuple[int, int, int]:
+    """(X, in, out) of a module's own parameter: of a matrix, X = 1, or of experts."""
+    shape = module.get_parameter(name).shape
+    if len(shape) == 2:
+        return 1, shape[1], shape[0]
+    return (shape[0], shape[1], shape[2]) if _is_in_out(module) else (shape[0], shape[2], shape[1])
 
 
 def sizes(layer: nn.Module) -> tuple[int, int] | None:
@@ -178,13 +241,30 @@ def attach(layer: nn.Module, shape: Shape, dtype: torch.dtype) -> None:
         layer.lora_embedding_B = nn.Parameter(torch.zeros(outer, shape.rank, **options))
     else:
         kind = AdaptedLinear if isinstance(layer, nn.Linear) else AdaptedConv1D
-        for name, width, height in (("lora_A", inner, shape.rank), ("lora_B", shape.rank, outer)):
-            made = nn.utils.skip_init(nn.Linear, width, height, bias=False, **options)
-            layer.add_module(name, made)
+        _add_pair(layer, inner, shape.rank, outer, options)
         if shape.is_dora:
             layer.lora_magnitude_vector = nn.Parameter(torch.ones(outer, **options))
     layer.__class__ = _mixed(kind, type(layer))
     layer.adapter = shape  # type: ignore[assignment]
+
+
+def attach_to_parameters(module: nn.Module, shapes: dict[str, Shape], dtype: torch.dtype) -> None:
+    """Make ``module`` one whose parameters have adapters, in place; ``shapes`` are in the module's order."""
+    holder = module
+    for number, (name, shape) in enumerate(reversed(shapes.items())):
+        if number:
+            holder.base_layer = nn.Module()
+            holder = holder.base_layer
+        experts, inner, outer = parameter_sizes(module, name)
+        options = {"dtype": dtype, "device": module.get_parameter(name).device}
+        _add_pair(holder, inner, shape.rank * experts, outer, options)
+    module.__class__ = _mixed(AdaptedParameters, type(module))
+    module.adapters = shapes  # type: ignore[assignment]
+
+
+def _add_pair(module: nn.Module, inner: int, rank: int, outer: int, options: dict[str, Any]) -> None:
+    for name, width, height in (("lora_A", inner, rank), ("lora_B", rank, outer)):
+        module.add_module(name, nn.utils.skip_init(nn.Linear, width, height, bias=False, **options))
 
 
 @cache

@@ -40,7 +40,7 @@ class MergedRows:
     """The tensors of a model without its adapters, by full name, each merged when it is asked for."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = {f"{name}.weight": layer for name, layer in adapted_layers(model)}
+        self._layers = {f"{name}.{own}": (layer, own) for name, layer in adapted_layers(model) for own in layer.adapted}
         with without_adapters(model):
             every: dict[str, Tensor] = model.state_dict(keep_vars=True)
         names: dict[int, list[str]] = {}
@@ -58,4 +58,7 @@ class MergedRows:
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.base[name].detach()
-        return self._layers[name].merged().to(tensor.dtype) if name in self._layers else tensor
+        if name not in self._layers:
+            return tensor
+        layer, own = self._layers[name]
+        return layer.merged(own).to(tensor.dtype)

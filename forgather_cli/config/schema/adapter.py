@@ -50,9 +50,12 @@ class LoRASettings(Settings):
 
     def scaling_of(self, name: str) -> float:
         """What the product beside the layer of this name is multiplied with."""
-        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, name), self.lora_alpha)
         rank = self.rank_of(name)
-        return alpha / (rank**0.5 if self.use_rslora else rank)
+        return self.alpha_of(name) / (rank**0.5 if self.use_rslora else rank)
+
+    def alpha_of(self, name: str) -> float:
+        """lora_alpha of the layer of this name."""
+        return self.alpha_pattern.get(_matching(self.alpha_pattern, name), self.lora_alpha)
 
     def problems(self, config: Any) -> Iterator[str]:
         if not self.target_modules and not self.target_parameters:
@@ -61,6 +64,13 @@ class LoRASettings(Settings):
             yield from _not_patterns("adapter.target_modules", [self.target_modules])
         yield from _not_patterns("adapter.rank_pattern", self.rank_pattern)
         yield from _not_patterns("adapter.alpha_pattern", self.alpha_pattern)
+        if self.target_parameters and self.lora_dropout:
+            yield (
+                f"adapter.lora_dropout: parameters are adapted without dropout, got {self.lora_dropout:g}; set "
+                "lora_dropout=0, or target_parameters=[]"
+            )
+        if self.target_parameters and isinstance(self, DoRASettings):
+            yield "adapter: dora adapts layers, got target_parameters; set adapter=lora, or target_parameters=[]"
         if getattr(config.model, "path", None) is None:
             yield (
                 f"adapter: {self.type} adapts a model that exists, got model={config.model.type}; set "
