@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import test_adapters_peft as against_peft
+import test_adapters_runs as runs
 import test_adapters_strategies as strategies
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from program import forgather
 from ranks import run_ranks
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
@@ -161,3 +164,28 @@ def test_every_strategy_agrees_with_one_device(layout: str, alone: Any, bases: d
     for norms, saved, changed in run_ranks(2, strategies.train, tmp_path, bases["mixtral"], *words):
         assert changed == {}
         strategies.assert_as_alone(norms, saved, alone)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "transposed"])
+def test_a_run_is_finalized_both_ways_and_gone_on_from(
+    family: str, bases: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (*runs.words(bases[family], *LORA, "max_steps=4"), "precision=bf16")
+    assert forgather(*words) == 0
+    assert forgather("finalize", "run", "adapter") == 0
+    assert forgather("finalize", "run", "merged", "--merge", "--text", str(Path(__file__))) == 0
+    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[family]), "adapter").eval()
+    merged, plain = AutoModelForCausalLM.from_pretrained("merged"), AutoModelForCausalLM.from_pretrained(bases[family])
+    logits = apart(runs.IDS).logits
+    torch.testing.assert_close(merged(runs.IDS).logits, logits, rtol=1e-4, atol=1e-4)
+    assert (plain(runs.IDS).logits - logits).abs().max() > 0.01
+    losses = []
+    for source in ("run", "adapter", "merged"):
+        capsys.readouterr()
+        assert forgather("eval", source, *words[3:5], "data.seq_len=16", "precision=fp32", "--json") == 0
+        losses.append(json.loads(capsys.readouterr().out)["eval_loss"])
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+    assert forgather(*words, "adapter.init_from=adapter", "learning_rate=0", "max_steps=1", "output_dir=on") == 0
+    before, after = load_file("adapter/adapter_model.safetensors"), load_file(runs.newest("on") / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
