@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from forgather_cli.adapters.layers import is_adapter
+from forgather_cli.adapters.layers import TokenRows, is_adapter
 from forgather_cli.adapters.model import adapted_layers, targets
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.decode import decode_settings
@@ -64,6 +64,7 @@ def write_config(directory: Path, model: nn.Module, config: Config, trained: Ite
         "target_modules": settings.target_modules,
         "target_parameters": settings.target_parameters or None,
         "modules_to_save": sorted(whole) or None,
+        "trainable_token_indices": _token_indices(model, trained),
         "use_rslora": settings.use_rslora,
         "use_dora": isinstance(settings, DoRASettings),
         "init_lora_weights": settings.init_lora_weights,
@@ -73,6 +74,13 @@ def write_config(directory: Path, model: nn.Module, config: Config, trained: Ite
     if getattr(model, "num_experts", None):
         found |= _beside_experts(cast(Any, model).twin(), settings)
     (directory / CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _token_indices(model: nn.Module, trained: Iterable[str]) -> list[int] | dict[str, list[int]] | None:
+    """As peft has them: a list for the embedding and what is tied to it, else by layer."""
+    ids = next((list(layer.token_ids) for _, layer in adapted_layers(model) if isinstance(layer, TokenRows)), None)
+    owners = [name.split(".token_adapter.")[0].rpartition(".")[2] for name in trained if ".token_adapter." in name]
+    return ids if len(owners) < 2 else dict.fromkeys(sorted(owners), ids or [])
 
 
 _OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -123,7 +131,7 @@ class AdapterDirectory:
 _IGNORED_WHERE_EMPTY = (
     "alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config", "exclude_modules",
     "layer_replication", "layers_pattern", "layers_to_transform", "loftq_config", "lora_bias", "megatron_config",
-    "monteclora_config", "qalora_group_size", "trainable_token_indices", "use_qalora", "ensure_weight_tying",
+    "monteclora_config", "qalora_group_size", "use_qalora", "ensure_weight_tying",
     "velora_config", "use_bdlora",
 )  # fmt: skip
 """Keys of ``LoraConfig`` for what is not done here: an adapter that has one is refused."""
@@ -144,7 +152,7 @@ def read_adapter(directory: Path) -> AdapterDirectory:
     if kind != "LORA":
         raise ModelError(f"{file}: peft_type must be LORA, got {kind!r}; other adapters are not read")
     known = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora", "rank_pattern",
-             "alpha_pattern")  # fmt: skip
+             "alpha_pattern", "trainable_token_indices")  # fmt: skip
     for key, value in found.items():
         if key not in (*known, *_HARMLESS) and value not in (None, False, [], {}, "", 0):
             raise ModelError(f"{file}: {key} is not known here, got {value!r:.80}; merge the adapter with peft")
@@ -165,6 +173,8 @@ def read_adapter(directory: Path) -> AdapterDirectory:
         raise ModelError(f"{file}: {error}") from error
     if settings.target_modules != ALL_LINEAR and isinstance(settings.target_modules, list):
         settings = decode_settings(cls, {**values, "target_modules": sorted(settings.target_modules)})
+    if settings.trainable_token_indices is None:  # there it means none
+        settings = replace(settings, trainable_token_indices=[])
     base, saved = found.get("base_model_name_or_path"), found.get("modules_to_save") or []
     if not isinstance(base, str) or not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
         raise ModelError(f"{file}: names no base_model_name_or_path, or modules_to_save is no list of names")

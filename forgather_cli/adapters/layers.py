@@ -3,7 +3,8 @@
 An adapted layer is the same object with the same parameters under the same names, and two more: ``lora_A`` (r, in) and
 ``lora_B`` (out, r); of an embedding ``lora_embedding_A`` (r, rows) and ``lora_embedding_B`` (width, r). With DoRA
 ``lora_magnitude_vector`` (out,) too. A module that holds its parameters itself has ``lora_A`` and ``lora_B`` for the
-last adapted one; those of the one before lie in ``base_layer``, and so on inwards.
+last adapted one; those of the one before lie in ``base_layer``, and so on inwards. Rows of tokens that are trained in
+the place of the weight's lie in ``token_adapter.trainable_tokens_delta``.
 
 Sources: LoRA Hu et al. 2021, arXiv:2106.09685; rsLoRA Kalajdzievski 2023, arXiv:2312.03732; DoRA Liu et al. 2024,
 arXiv:2402.09353.
@@ -21,7 +22,8 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from forgather_cli.adapters.nf4 import NF4Linear
-from forgather_cli.shards import fill_local, local
+from forgather_cli.models.resize import rows_like
+from forgather_cli.shards import fill_local, is_sharded, local
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,13 @@ class Adapted(nn.Module):
         raise NotImplementedError
 
 
-MEMBERS = ("lora_", "base_layer")
+MEMBERS = ("lora_", "base_layer", "token_adapter")
 """How the names of what an adapted layer got begin."""
 
 
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name is an adapter's."""
-    return "lora_" in name
+    return "lora_" in name or ".token_adapter." in name
 
 
 class AdaptedLinear(Adapted):
@@ -194,6 +196,65 @@ class AdaptedParameters(Adapted):
         _start(name, tensor, generator, [*reversed(self.adapters.values())][name.count("base_layer.")])
 
 
+class TokenRows(Adapted):
+    """An embedding or a head of which some tokens' rows are trained (peft 0.21, ``tuners/trainable_tokens``)."""
+
+    token_ids: tuple[int, ...]
+    source: tuple[TokenRows]
+    """What has the rows, itself or the embedding that it is tied to; in a tuple: no submodule."""
+    is_new: bool
+    """They are of tokens that the base does not know."""
+
+    @property
+    def _rows(self) -> Tensor:
+        rows: Tensor = self.source[0].token_adapter.trainable_tokens_delta  # type: ignore[union-attr, assignment]
+        return rows
+
+    def _ids(self, device: torch.device) -> Tensor:
+        return torch.tensor(self.token_ids, device=device)
+
+    @torch.no_grad()
+    def merged(self, name: str = "weight") -> Tensor:
+        rows = self._rows.detach().float()
+        return self.weight.float().index_copy(0, self._ids(rows.device), rows)
+
+    @torch.no_grad()
+    def start_rows(self) -> None:
+        """Take the rows of the weight; for tokens that are new the mean of those before."""
+        weight: Any = self.weight
+        whole = weight.full_tensor() if is_sharded(weight) else weight
+        if self.is_new:
+            rows = rows_like([whole[: min(self.token_ids)]], len(self.token_ids), name="", seed=0, noise=0.0)
+        else:
+            rows = whole[self._ids(whole.device)]
+        fill_local(self._rows, rows.to(self._rows))
+
+
+class EmbeddingRows(TokenRows):
+    """An embedding."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = super().forward(ids)
+        known, order = self._ids(ids.device).sort()
+        place = torch.searchsorted(known, ids).clamp_(max=len(known) - 1)
+        padding = getattr(self, "padding_idx", None)
+        padding = self.token_ids.index(padding) if padding in self.token_ids else None  # its row has no gradient
+        rows = F.embedding(order[place], self._rows, padding)
+        if (scale := getattr(self, "embed_scale", None)) is not None:  # Gemma's
+            rows = rows * scale
+        return torch.where((known[place] == ids)[..., None], rows, out)
+
+
+class HeadRows(TokenRows):
+    """The layer from hidden states to logits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        ids, bias = self._ids(x.device), getattr(self, "bias", None)
+        logits = F.linear(x, self._rows.to(x.dtype), None if bias is None else bias[ids])
+        return out.index_copy_(-1, ids, logits.to(out.dtype))
+
+
 def _is_in_out(module: nn.Module) -> bool:
     """Whether experts are (X, in, out), as those of GPT-OSS are."""
     return bool(getattr(module, "is_transposed", False))
@@ -265,6 +326,21 @@ def attach_to_parameters(module: nn.Module, shapes: dict[str, Shape], dtype: tor
 def _add_pair(module: nn.Module, inner: int, rank: int, outer: int, options: dict[str, Any]) -> None:
     for name, width, height in (("lora_A", inner, rank), ("lora_B", rank, outer)):
         module.add_module(name, nn.utils.skip_init(nn.Linear, width, height, bias=False, **options))
+
+
+def attach_rows(
+    layer: nn.Module, token_ids: tuple[int, ...], dtype: torch.dtype, *, tied_to: nn.Module | None, is_new: bool
+) -> None:
+    """Make ``layer``, an embedding or a linear one, one with rows of its own for these tokens, in place; or with those
+    of the embedding ``tied_to``."""
+    weight: Any = layer.weight
+    if tied_to is None:
+        rows = torch.empty(len(token_ids), weight.shape[1], dtype=dtype, device=weight.device)
+        layer.token_adapter = nn.Module()
+        layer.token_adapter.trainable_tokens_delta = nn.Parameter(rows)
+    layer.__class__ = _mixed(EmbeddingRows if isinstance(layer, nn.Embedding) else HeadRows, type(layer))
+    made: Any = layer
+    made.token_ids, made.source, made.is_new = token_ids, (tied_to or layer,), is_new
 
 
 @cache

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from forgather_cli.adapters.directory import WEIGHTS, AdapterDirectory, base_of, own_name
 from forgather_cli.adapters.layers import is_adapter
-from forgather_cli.adapters.model import attach_adapters, parameter_targets, targets
+from forgather_cli.adapters.model import attach_adapters, attach_rows_of, parameter_targets, targets
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.errors import ModelError
@@ -36,6 +36,7 @@ def with_adapter(model: nn.Module, adapter: AdapterDirectory, dtype: torch.dtype
     """Give ``model``, the base with its weights, the adapter, in place. Raises ModelError for one that does not fit."""
     settings = replace(adapter.settings, lora_dropout=0.0)
     attach_adapters(model, settings, targets(model, settings), parameter_targets(model, settings), dtype)
+    attach_rows_of(model, settings, dtype)
     fill_from(model, adapter)
     return model
 

@@ -17,7 +17,9 @@ from forgather_cli.adapters.layers import (
     Adapted,
     AdaptedLinear,
     Shape,
+    TokenRows,
     attach,
+    attach_rows,
     attach_to_parameters,
     is_adapter,
     parameter_sizes,
@@ -69,6 +71,7 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         if whole := _kinds(model, [name for name, p in model.named_parameters() if p.ndim > 2]):
             account.append(f"not in four bits, but in {half or dtype}: {', '.join(whole)}".replace("torch.", ""))
     attach_adapters(model, settings, layers, parameters, dtype)
+    account += _add_rows(model, settings, config, dtype)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [f"adapter={settings.type}: {trained:,} numbers are trained, {account[0]}", *account[1:]]
 
@@ -88,6 +91,42 @@ def attach_adapters(
         attach(model.get_submodule(name), shape(name), dtype)
     for path, own in parameters.items():
         attach_to_parameters(model.get_submodule(path), {name: shape(f"{path}.{name}") for name in own}, dtype)
+
+
+def attach_rows_of(model: nn.Module, settings: LoRASettings, dtype: torch.dtype) -> None:
+    """Give embedding and head rows of their own for ``trainable_token_indices``, in place. Raises ModelError."""
+    for name, ids in token_rows(model, settings).items():
+        layer, source = model.get_submodule(name), input_layer(model)
+        is_tied = layer is not source and layer.weight is source.weight
+        attach_rows(
+            layer, tuple(ids), dtype, tied_to=source if is_tied else None,
+            is_new=settings.trainable_token_indices is None,
+        )  # fmt: skip
+
+
+def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: torch.dtype) -> Iterator[str]:
+    """``attach_rows_of``, and what is said of it. Rows that nobody has asked for are left out where they cannot be."""
+    rows, asked = token_rows(model, settings), settings.trainable_token_indices is not None
+    if not rows:
+        return
+    number, why = max(map(len, rows.values())), None
+    source, head, fused = input_layer(model), output_layer(model), getattr(config.loss, "applies_head", False)
+    for name in rows:
+        layer: Any = model.get_submodule(name)
+        if isinstance(layer, Adapted) or layer.weight.requires_grad:
+            why = f"{name} is trained otherwise; leave it out of adapter.target_modules and trainable"
+        elif head is layer and fused:
+            loss = getattr(config.loss, "type", config.loss)
+            why = f"loss={loss} multiplies with the head's weight itself; set loss=cross_entropy"
+        elif head is layer and layer.weight is source.weight and getattr(config.trainer, "type", None) == "pipeline":
+            why = f"under trainer=pipeline {name} is on another stage than the embedding that it shares them with"
+    if why is not None and asked:
+        raise ModelError(f"adapter.trainable_token_indices: {why}, or trainable_token_indices=[]")
+    if why is not None:
+        yield f"the rows of {number} added tokens stay as the base has them: {why}"
+        return
+    attach_rows_of(model, settings, dtype)
+    yield f"rows of {number} tokens are trained: {', '.join(rows)}"
 
 
 def _in_fp32(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -144,6 +183,44 @@ def parameter_targets(model: nn.Module, settings: LoRASettings) -> dict[str, lis
     return found
 
 
+def token_rows(model: nn.Module, settings: LoRASettings) -> dict[str, list[int]]:
+    """Embedding and head, by name, with the tokens whose rows are trained; without a setting those that the data add.
+
+    A head that shares the embedding's weight shares these rows too. Raises ModelError.
+    """
+    wanted, source, head = settings.trainable_token_indices, input_layer(model), output_layer(model)
+    new = list(getattr(model, "new_tokens", ()))
+    names: dict[str, Any] = {n: layer for n, layer in model.named_modules() if layer is source or layer is head}
+    given: dict[str, list[int]] = {}
+    if isinstance(wanted, dict):
+        for key, ids in wanted.items():
+            name = next((name for name in names if _ends_with(name, key)), None)
+            if name is None:
+                raise ModelError(
+                    f"adapter.trainable_token_indices: {key} is neither embedding nor head; name {' or '.join(names)}"
+                )
+            given[name] = ids
+    else:
+        given = {name: new if wanted is None else wanted for name in names if wanted is None or names[name] is source}
+    given = {name: ids for name, ids in given.items() if ids}
+    tied = [name for name, layer in names.items() if layer.weight is source.weight]
+    held = [given[name] for name in tied if name in given]
+    if any(ids != held[0] for ids in held) or (held and next(iter(tied)) not in given):
+        raise ModelError(
+            f"adapter.trainable_token_indices: {' and '.join(tied)} share their weight; give both the same tokens"
+        )
+    if held:
+        given |= dict.fromkeys(tied, held[0])
+    for name, ids in given.items():
+        rows = len(names[name].weight)
+        if max(ids) >= rows or min(ids) < 0 or len({*ids}) < len(ids):
+            raise ModelError(
+                f"adapter.trainable_token_indices: must be different tokens below {rows:,}, the rows of {name}, got "
+                f"{ids!s:.80}; a base gets more rows by forgather finalize BASE GROWN --add-tokens FILE"
+            )
+    return given
+
+
 def _ends_with(name: str, end: str) -> bool:
     return name == end or name.endswith(f".{end}")
 
@@ -153,6 +230,12 @@ def output_layer(model: nn.Module) -> nn.Module | None:
     ask = getattr(getattr(model, "theirs", model), "get_output_embeddings", None)
     found: nn.Module | None = getattr(model, "lm_head", None) if ask is None else ask()
     return found
+
+
+def input_layer(model: Any) -> Any:
+    """The embedding of tokens."""
+    ask = getattr(getattr(model, "theirs", model), "get_input_embeddings", None)
+    return model.model.embed_tokens if ask is None else ask()
 
 
 def _check(
@@ -262,6 +345,10 @@ def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Ca
 def start(part: nn.Module, seed: int) -> None:
     """Fill the adapters of ``part``, whose weights are there."""
     for path, layer in adapted_layers(part):
+        if isinstance(layer, TokenRows):
+            if layer.source[0] is layer:
+                layer.start_rows()
+            continue
         for name, parameter in layer.named_parameters():
             if name.startswith(MEMBERS) and name != "lora_magnitude_vector":
                 drawn = torch.empty(parameter.shape)

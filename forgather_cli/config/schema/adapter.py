@@ -38,6 +38,9 @@ class LoRASettings(Settings):
     # all-linear (not the head), names that a layer's full name may end with, or a regular expression of full names
     target_modules: str | list[str] = ALL_LINEAR
     target_parameters: list[str] = field(default_factory=list)  # experts, which are parameters of three dimensions
+    # tokens whose rows are trained in the place of the base's: of the embedding, and a head that shares its weight, or
+    # of layers by name; null: tokens that the data add, in embedding and head, where the base has rows for them
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     use_rslora: bool = False
     init_lora_weights: Literal["gaussian"] | bool = True
     init_from: FilePath | None = None  # an adapter's directory, ours or peft's, to go on from; null: afresh
