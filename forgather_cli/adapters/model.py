@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -42,6 +43,11 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
     Under half autocast the frozen matrices and embeddings get its dtype; what an embedding gives out stays fp32, as
     the residual stream does. Returns the account for the log. Raises ModelError.
     """
+    if settings.init_from is not None and settings.trainable_token_indices is None:
+        from forgather_cli.adapters.directory import adapter_to_go_on
+
+        there = adapter_to_go_on(settings).settings.trainable_token_indices
+        settings = replace(settings, trainable_token_indices=there)
     layers, parameters = targets(model, settings), parameter_targets(model, settings)
     adapted = [f"{name}.weight" for name in layers] + [
         f"{path}.{own}" for path in parameters for own in parameters[path]
@@ -107,6 +113,8 @@ def attach_rows_of(model: nn.Module, settings: LoRASettings, dtype: torch.dtype)
 def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: torch.dtype) -> Iterator[str]:
     """``attach_rows_of``, and what is said of it. Rows that nobody has asked for are left out where they cannot be."""
     rows, asked = token_rows(model, settings), settings.trainable_token_indices is not None
+    if left := {*getattr(model, "new_tokens", ())} - {id for ids in rows.values() for id in ids}:
+        yield f"the rows of {len(left)} added tokens stay as the base has them: trainable_token_indices leaves them out"
     if not rows:
         return
     number, why = max(map(len, rows.values())), None

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import chats
 import pytest
 import test_adapters_peft as against_peft
+import test_adapters_runs as runs
+import test_adapters_strategies as strategies
 import torch
 from peft import PeftModel
+from program import forgather
+from ranks import run_ranks
 from safetensors.torch import load_file
 from test_adapters_peft import IDS, SHAPE
 from torch import nn
@@ -17,6 +23,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
 from forgather_cli.adapters.load import with_adapter
 from forgather_cli.adapters.merge import MergedRows
+from forgather_cli.checkpoint.load import ADAPTER_PREFIX
+from forgather_cli.data.chat.template import CHATML
 from forgather_cli.models.build import build_model, initialize
 from forgather_cli.models.init import allocate
 
@@ -65,3 +73,100 @@ def test_forward_gradients_files_and_merge_are_those_of_peft(
     assert rows.base.keys() == wanted.keys()
     for name in rows.base:
         torch.testing.assert_close(rows[name], wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of each base: its directory, the settings, and what one device trains."""
+    found = {}
+    for name in ("tied", "untied"):
+        root = tmp_path_factory.mktemp(name)
+        torch.manual_seed(0)
+        settings = {**SHAPE, "vocab_size": 260, "tie_word_embeddings": name == "tied"}
+        LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(root / "base")
+        ids = "[101,97,32]" if name == "tied" else "{embed_tokens: [101,97,32], lm_head: [101,97,32]}"
+        words = ("adapter=lora", "adapter.target_modules=[v_proj]", f"adapter.trainable_token_indices={ids}")
+        found[name] = root / "base", words, strategies.train(root / "run", root / "base", *words)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("tied", "ddp"), ("tied", "fsdp2"), ("untied", "ddp"), ("untied", "fsdp2"), ("untied", "pipeline")],
+)
+def test_every_strategy_agrees_with_one_device(name: str, layout: str, alone: Any, tmp_path: Path) -> None:
+    base, words, reference = alone[name]
+    assert reference[2] == {}
+    assert sum("token_adapter" in each for each in reference[1]) == (1 if name == "tied" else 2)
+    for norms, saved, changed in run_ranks(2, strategies.train, tmp_path, base, *words, *strategies.LAYOUTS[layout]):
+        assert changed == {}
+        strategies.assert_as_alone(norms, saved, reference)
+
+
+POOR = ["<|endoftext|>"]
+
+
+def chat_words(base: str, *more: str) -> tuple[str, ...]:
+    return (
+        "train", "model=pretrained", f"model.path={base}", "data=instruct", "data.files=[chats.jsonl]", "seq_len=96",
+        "data.eval_fraction=0.2", "eval_strategy=no", "optimizer=adamw", "learning_rate=1e-2", "global_batch_size=4",
+        "max_steps=4", "callbacks=minimal", "output_dir=run", "device=cpu", "adapter=lora", *more,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_of_a_chat_template_are_learned_in_spare_rows(tied: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    chats.write_chats(Path("chats.jsonl"), 40)
+    tokens = len(chats.write_tokenizer(Path("base"), CHATML, POOR))
+    plain = chats.write_model(Path("base"), "llama", tokens + 6, tie_word_embeddings=tied)
+    new = [tokens, tokens + 1]
+    assert forgather(*chat_words("base", "adapter.target_modules=[q_proj]", "precision=bf16")) == 0
+    assert "rows of 2 tokens are trained" in capfd.readouterr().err
+    saved, settings = load_file(runs.newest("run") / WEIGHTS), read_adapter(runs.newest("run")).settings
+    layers = ["model.embed_tokens"] if tied else ["model.embed_tokens", "lm_head"]
+    assert settings.trainable_token_indices == (new if tied else {"embed_tokens": new, "lm_head": new})
+    for name in layers:
+        learned = saved[f"{ADAPTER_PREFIX}{name}.token_adapter.trainable_tokens_delta"]
+        mean = plain.get_submodule(name).weight[:tokens].bfloat16().float().mean(0).expand(2, -1)
+        assert learned.dtype == torch.float32
+        assert 1e-3 < (learned - mean).abs().max() < 0.1  # four steps from there
+    assert forgather("finalize", "run", "merged", "--merge", "--text", str(Path(__file__))) == 0
+    ids = torch.tensor([[3, tokens, 4, 1, tokens + 1, 9, 2, 6]])
+    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), runs.newest("run")).eval()
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    torch.testing.assert_close(merged(ids).logits, apart(ids).logits, rtol=1e-4, atol=1e-4)
+    assert (merged(ids).logits - plain(ids).logits)[..., new].abs().max() > 0.01
+    assert merged.config.tie_word_embeddings == tied
+    before, after = load_file("base/model.safetensors"), load_file("merged/model.safetensors")
+    assert before.keys() == after.keys()
+    known = [row for row in range(tokens + 6) if row not in new]
+    for name, tensor in before.items():
+        rows = known if name.removesuffix(".weight") in layers else slice(None)
+        assert "q_proj" in name or torch.equal(tensor[rows], after[name][rows]), name
+    losses = []
+    for source in ("run", "merged"):
+        capfd.readouterr()
+        assert forgather("eval", source, *chat_words("base")[3:7], "precision=fp32", "--json") == 0
+        losses.append(json.loads(capfd.readouterr().out)["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    on = ("adapter.target_modules=[q_proj]", "adapter.init_from=run/x", "learning_rate=0", "output_dir=on")
+    Path("run/x").symlink_to(runs.newest("run").resolve())
+    assert forgather(*chat_words("base", *on)) == 0
+    again = load_file(runs.newest("on") / WEIGHTS)
+    assert again.keys() == saved.keys()
+    assert all(torch.equal(again[name], saved[name]) for name in saved)
+
+
+def test_tokens_without_rows_are_added_to_the_base_first(capfd: pytest.CaptureFixture[str]) -> None:
+    chats.write_chats(Path("chats.jsonl"), 40)
+    tokens = len(chats.write_tokenizer(Path("base"), CHATML, POOR))
+    chats.write_model(Path("base"), "llama", tokens)
+    assert forgather(*chat_words("base")) == 2
+    assert "(forgather finalize BASE GROWN --add-tokens FILE, model.path=GROWN)" in " ".join(
+        capfd.readouterr().err.split()
+    )
+    Path("tokens.txt").write_text("<|im_start|>\n<|im_end|>\n")
+    assert forgather("finalize", "base", "grown", "--add-tokens", "tokens.txt") == 0
+    ids = f"adapter.trainable_token_indices={{embed_tokens: [{tokens},{tokens + 1}], lm_head: [{tokens},{tokens + 1}]}}"
+    assert forgather(*chat_words("grown", ids)) == 0
+    assert "rows of 2 tokens are trained: model.embed_tokens, lm_head" in capfd.readouterr().err
