@@ -128,13 +128,6 @@ class AdapterDirectory:
     modules_to_save: tuple[str, ...]
 
 
-_IGNORED_WHERE_EMPTY = (
-    "alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config", "exclude_modules",
-    "layer_replication", "layers_pattern", "layers_to_transform", "loftq_config", "lora_bias", "megatron_config",
-    "monteclora_config", "qalora_group_size", "use_qalora", "ensure_weight_tying",
-    "velora_config", "use_bdlora",
-)  # fmt: skip
-"""Keys of ``LoraConfig`` for what is not done here: an adapter that has one is refused."""
 _HARMLESS = (
     "peft_type", "peft_version", "task_type", "inference_mode", "revision", "base_model_name_or_path", "bias",
     "fan_in_fan_out", "modules_to_save", "megatron_core", "runtime_config", "use_dora", "init_lora_weights",

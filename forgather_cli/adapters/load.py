@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.adapters.directory import WEIGHTS, AdapterDirectory, base_of, own_name
+from forgather_cli.adapters.directory import CONFIG, WEIGHTS, AdapterDirectory, base_of, own_name
 from forgather_cli.adapters.layers import is_adapter
 from forgather_cli.adapters.model import attach_adapters, attach_rows_of, parameter_targets, targets
 from forgather_cli.checkpoint.load import Reader
@@ -59,6 +60,13 @@ def fill_from(part: nn.Module, adapter: AdapterDirectory) -> None:
         if reader.specs[stored[name]].shape != tuple(held[name].shape):
             problems.append(f"{name} is {list(reader.specs[stored[name]].shape)}, not {list(held[name].shape)}")
     problems += [f"{name} belongs to nothing" for name in sorted(stored.keys() - held.keys()) if _is_whole(part)]
+    shared = Counter(id(tensor) for tensor in held.values())
+    alone = [name for name in stored.keys() & held.keys() if shared[id(held[name])] > 1 and not is_adapter(name)]
+    if alone:
+        raise ModelError(
+            f"{adapter.path / CONFIG}: {min(alone)} was trained apart from what shares it in the base; merge the "
+            "adapter with peft"
+        )
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise ModelError(

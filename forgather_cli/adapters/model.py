@@ -59,6 +59,13 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
             f"trainable: {both} has an adapter, and would be trained whole too; leave it out of trainable, or of "
             "adapter.target_modules and target_parameters"
         )
+    trained = _kinds(model, [name for name, parameter in model.named_parameters() if parameter.requires_grad])
+    if shared := next((kind for kind in trained if " = " in kind), None):
+        # peft keeps the two apart
+        raise ModelError(
+            f"trainable: {shared} is one weight, which is not trained whole beside an adapter; leave it out, adapt "
+            "both (adapter.target_modules), or train rows of it (adapter.trainable_token_indices)"
+        )
     account = list(_account(model, adapted))
     half, dtype = half_dtype(config.precision), parameter_dtype(config.precision) or torch.float32
     for parameter in model.parameters():
@@ -78,8 +85,8 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
             account.append(f"not in four bits, but in {half or dtype}: {', '.join(whole)}".replace("torch.", ""))
     attach_adapters(model, settings, layers, parameters, dtype)
     account += _add_rows(model, settings, config, dtype)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return [f"adapter={settings.type}: {trained:,} numbers are trained, {account[0]}", *account[1:]]
+    number = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return [f"adapter={settings.type}: {number:,} numbers are trained, {account[0]}", *account[1:]]
 
 
 def attach_adapters(
@@ -118,7 +125,8 @@ def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: t
     if not rows:
         return
     number, why = max(map(len, rows.values())), None
-    source, head, fused = input_layer(model), output_layer(model), getattr(config.loss, "applies_head", False)
+    source, fused = input_layer(model), getattr(config.loss, "applies_head", False)
+    head: Any = output_layer(model)
     for name in rows:
         layer: Any = model.get_submodule(name)
         if isinstance(layer, Adapted) or layer.weight.requires_grad:

@@ -149,28 +149,31 @@ def test_what_peft_has_for_layers_alone_is_refused(given: tuple[str, ...]) -> No
         load_config("default", ["model=transformers", "model.path=x", EXPERTS, *given])
 
 
-LORA = ("adapter=lora", "model=transformers", "adapter.r=4", EXPERTS)
+EVERYTHING = (
+    "adapter=lora", "model=transformers", "adapter.r=4", EXPERTS, "trainable=[norm.weight]",
+    "adapter.trainable_token_indices={embed_tokens: [101,97], lm_head: [101,97]}",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def alone(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return strategies.train(tmp_path_factory.mktemp("alone"), bases["mixtral"], *LORA)
+    return strategies.train(tmp_path_factory.mktemp("alone"), bases["qwen"], *EVERYTHING)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "pipeline"])
 def test_every_strategy_agrees_with_one_device(layout: str, alone: Any, bases: dict[str, Path], tmp_path: Path) -> None:
     assert alone[2] == {}
-    words = (*LORA, *strategies.LAYOUTS[layout])
-    for norms, saved, changed in run_ranks(2, strategies.train, tmp_path, bases["mixtral"], *words):
+    words = (*EVERYTHING, *strategies.LAYOUTS[layout])
+    for norms, saved, changed in run_ranks(2, strategies.train, tmp_path, bases["qwen"], *words):
         assert changed == {}
         strategies.assert_as_alone(norms, saved, alone)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "transposed"])
+@pytest.mark.parametrize("family", ["qwen", "transposed"])
 def test_a_run_is_finalized_both_ways_and_gone_on_from(
     family: str, bases: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = (*runs.words(bases[family], *LORA, "max_steps=4"), "precision=bf16")
+    words = (*runs.words(bases[family], *EVERYTHING, "max_steps=4"), "precision=bf16")
     assert forgather(*words) == 0
     assert forgather("finalize", "run", "adapter") == 0
     assert forgather("finalize", "run", "merged", "--merge", "--text", str(Path(__file__))) == 0
@@ -179,6 +182,11 @@ def test_a_run_is_finalized_both_ways_and_gone_on_from(
     logits = apart(runs.IDS).logits
     torch.testing.assert_close(merged(runs.IDS).logits, logits, rtol=1e-4, atol=1e-4)
     assert (plain(runs.IDS).logits - logits).abs().max() > 0.01
+    written, known = merged.state_dict(), [id for id in range(SHAPE["vocab_size"]) if id not in (101, 97)]
+    for name, tensor in plain.state_dict().items():
+        rows = known if "embed_tokens" in name or "lm_head" in name else slice(None)
+        is_trained = any(part in name for part in ("norm.weight", "_proj"))
+        assert is_trained or torch.equal(tensor[rows], written[name][rows]), name
     losses = []
     for source in ("run", "adapter", "merged"):
         capsys.readouterr()

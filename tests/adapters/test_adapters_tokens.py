@@ -12,7 +12,7 @@ import test_adapters_peft as against_peft
 import test_adapters_runs as runs
 import test_adapters_strategies as strategies
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from program import forgather
 from ranks import run_ranks
 from safetensors.torch import load_file
@@ -22,9 +22,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
 from forgather_cli.adapters.load import with_adapter
-from forgather_cli.adapters.merge import MergedRows
+from forgather_cli.adapters.merge import MergedRows, write_merged
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.data.chat.template import CHATML
+from forgather_cli.data.text.tokenizer import load_tokenizer
+from forgather_cli.errors import ModelError
+from forgather_cli.inference.source import locate
 from forgather_cli.models.build import build_model, initialize
 from forgather_cli.models.init import allocate
 
@@ -170,3 +173,58 @@ def test_tokens_without_rows_are_added_to_the_base_first(capfd: pytest.CaptureFi
     ids = f"adapter.trainable_token_indices={{embed_tokens: [{tokens},{tokens + 1}], lm_head: [{tokens},{tokens + 1}]}}"
     assert forgather(*chat_words("grown", ids)) == 0
     assert "rows of 2 tokens are trained: model.embed_tokens, lm_head" in capfd.readouterr().err
+
+
+ENDS = {
+    "head": "target_modules=[lm_head]",
+    "embedding": "target_modules=[embed_tokens]",
+    "whole head": "trainable=[lm_head]",
+    "whole embedding": "trainable=[embed_tokens]",
+    "rows": "adapter.trainable_token_indices=[3,9]",
+}
+
+
+@pytest.fixture(scope="module")
+def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Models that are tied, and not."""
+    found = {}
+    for tied in (True, False):
+        found[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
+        torch.manual_seed(0)
+        settings = {**SHAPE, "vocab_size": 260, "tie_word_embeddings": tied}
+        LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(found[tied])
+        load_tokenizer("bytes").save(found[tied])
+    return found
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("tied", [True, False])
+def test_ends_of_a_model_are_read_and_merged_as_they_were_trained(
+    end: str, tied: bool, with_tokenizer: dict[bool, Path]
+) -> None:
+    base = with_tokenizer[tied]
+    targets = [] if "target_modules" in ENDS[end] else ["target_modules=[q_proj]"]
+    config = against_peft.config_of(base, "adapter=lora", ENDS[end], *targets)
+    if tied and end.startswith("whole"):
+        with pytest.raises(ModelError, match=r"embed_tokens.weight = lm_head.weight is one"):
+            against_peft.ours(config)
+        return
+    mine = against_peft.stirred(against_peft.ours(config))
+    files = against_peft.saved(mine, config, Path("adapter"))
+    logits = mine(IDS)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), files).eval()
+    torch.testing.assert_close(theirs(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    write_merged(locate(files), read_adapter(files), Path("merged"))
+    merged = AutoModelForCausalLM.from_pretrained("merged")
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    assert merged.config.tie_word_embeddings == (tied and end not in ("head", "embedding"))
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_one_of_two_that_share_a_weight_trained_by_peft_is_refused(name: str, with_tokenizer: dict[bool, Path]) -> None:
+    settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[name], task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(with_tokenizer[True]), settings)
+    theirs.save_pretrained("peft")
+    config = against_peft.config_of(with_tokenizer[True])
+    with pytest.raises(ModelError, match="was trained apart from what shares it"):
+        with_adapter(built(config), read_adapter(Path("peft")))
