@@ -41,7 +41,8 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
     """Give layers of ``model`` (on meta too) adapters, in place, and freeze the rest but for ``config.trainable``.
 
     Under half autocast the frozen matrices and embeddings get its dtype; what an embedding gives out stays fp32, as
-    the residual stream does (under fsdp2 both are what its policy makes them). Returns the account for the log. Raises ModelError.
+    the residual stream does (under fsdp2 both are what its policy makes them). Returns the account for the log. Raises
+    ModelError.
     """
     if settings.init_from is not None and settings.trainable_token_indices is None:
         from forgather_cli.adapters.directory import adapter_to_go_on

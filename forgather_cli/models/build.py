@@ -264,22 +264,23 @@ def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0, num_k
 def tensor_reader(option: ModelOption, module: nn.Module) -> Callable[[str], Tensor]:
     """Reads whole tensors of a model's directory, one at a time, by the full name that ``module`` has for them.
 
-    Raises ModelError where the directory stores them otherwise.
+    Where transformers would convert some (experts stored one by one), it reads all into memory first. Raises
+    ModelError.
     """
     assert isinstance(option, PretrainedSettings | TransformersSettings)
     directory = Path(option.path or "").expanduser()
     files = tensor_files(directory)
     if isinstance(option, PretrainedSettings):
-        names: dict[str, str] | None = _names_in_files(directory, read_settings(directory), files)
+        known = _names_in_files(directory, read_settings(directory), files)
     else:
         from forgather_cli.models.hf.model import CausalLM
-        from forgather_cli.models.hf.weights import stored_names
+        from forgather_cli.models.hf.weights import stored_names, whole_by_transformers
 
         assert isinstance(module, CausalLM)
         names = stored_names(module, files)
-    if names is None:
-        raise ModelError(f"model.path: the tensors of {directory} are not the model's one by one; save it again")
-    known = names
+        if names is None:
+            return whole_by_transformers(option).__getitem__
+        known = names
 
     def read(name: str) -> Tensor:
         with opened(files[known[name]]) as tensors:

@@ -197,3 +197,20 @@ def test_a_run_is_finalized_both_ways_and_gone_on_from(
     before, after = load_file("adapter/adapter_model.safetensors"), load_file(runs.newest("on") / WEIGHTS)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_experts_stay_in_half_precision_beside_four_bits(bases: dict[str, Path]) -> None:
+    pytest.importorskip("bitsandbytes")
+    config = against_peft.config_of(
+        bases["qwen"], "adapter=qlora", "adapter.r=4", EXPERTS, "precision=bf16", model="transformers"
+    )
+    assert "not in four bits, but in bfloat16: model.layers.*.mlp.experts.gate_up_proj, " in account(config)
+    model = against_peft.stirred(against_peft.ours(config))
+    plain = AutoModelForCausalLM.from_pretrained(bases["qwen"]).state_dict()
+    experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
+    assert experts
+    for name in experts:
+        assert torch.equal(model.get_parameter(name), plain[name].bfloat16())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        against_peft.loss_of(model(against_peft.IDS)).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
