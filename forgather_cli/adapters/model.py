@@ -19,7 +19,7 @@ from forgather_cli.errors import ModelError
 from forgather_cli.models.build import tensor_reader
 from forgather_cli.models.init import stable_seed
 from forgather_cli.models.parts import train_only
-from forgather_cli.precision import half_dtype, parameter_dtype
+from forgather_cli.precision import compute_dtype, half_dtype, parameter_dtype
 from forgather_cli.shards import fill_local
 
 
@@ -41,11 +41,7 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         if half is not None and isinstance(layer, nn.Embedding):
             layer.register_forward_hook(_in_fp32)
     if isinstance(settings, QLoRASettings):
-        need_bitsandbytes()
-        head = output_layer(model)
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear) and layer is not head and not layer.weight.requires_grad:
-                freeze(layer, double_quant=settings.double_quant)
+        account.append(to_four_bits(model, settings))
     for name in names:
         shape = Shape(
             settings.rank_of(name), settings.scaling_of(name), settings.lora_dropout,
@@ -54,6 +50,28 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         attach(model.get_submodule(name), shape, dtype)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [f"adapter={settings.type}: {trained:,} numbers are trained, {account[0]}", *account[1:]]
+
+
+def to_four_bits(model: nn.Module, settings: QLoRASettings) -> str:
+    """Have the frozen linear layers of ``model`` but the head hold their weights in four bits, as transformers does.
+
+    Returns the account for the log. Raises ModelError where there are none.
+    """
+    need_bitsandbytes()
+    head, total = output_layer(model), sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    layers = [
+        layer
+        for layer in model.modules()
+        if sizes(layer) and layer is not head and not isinstance(layer, nn.Embedding)
+        if not any(p.requires_grad for p in layer.parameters(recurse=False) if p.ndim > 1)
+    ]
+    if not layers:
+        raise ModelError(
+            f"adapter: qlora packs frozen linear layers, and {type(getattr(model, 'theirs', model)).__name__} has none "
+            "beside its head; set adapter=lora"
+        )
+    packed = sum(freeze(layer, double_quant=settings.double_quant) for layer in layers)
+    return f"in four bits (NF4): {len(layers)} matrices with {packed / total:.1%} of the weights"
 
 
 def _in_fp32(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -159,17 +177,23 @@ def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Ca
     before = None if settings.init_from is None else adapter_to_go_on(settings)
 
     def fill(part: nn.Module) -> None:
-        with without_adapters(part), without_packed(part):
-            init(part)
-        if any(True for _ in packed_layers(part)):
-            device = next(p.device for n, p in part.named_parameters() if is_adapter(n))
-            read_packed(part, tensor_reader(config.model, part), half_dtype(config.precision) or torch.float32, device)
+        fill_base(part, config.model, init, compute_dtype(config.precision))
         if before is None:
             start(part, seed)
         else:
             fill_from(part, before)
 
     return fill
+
+
+def fill_base(part: nn.Module, option: Any, init: Callable[[nn.Module], None], dtype: torch.dtype) -> None:
+    """Fill what the model option says, all but adapters: by ``init``, and weights in four bits one by one, which are
+    computed with in ``dtype``. Raises ModelError."""
+    with without_adapters(part), without_packed(part):
+        init(part)
+        device = next(part.parameters()).device
+    if any(True for _ in packed_layers(part)):
+        read_packed(part, tensor_reader(option, part), dtype, device)
 
 
 @torch.no_grad()
