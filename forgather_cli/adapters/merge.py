@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.adapters.directory import AdapterDirectory
-from forgather_cli.adapters.layers import Adapted
 from forgather_cli.adapters.model import adapted_layers, without_adapters
-from forgather_cli.adapters.nf4 import NF4Linear, packed_layers
+from forgather_cli.adapters.nf4 import packed_layers
 from forgather_cli.checkpoint.tensors import spec_of, write_weights
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
@@ -44,8 +43,7 @@ class MergedRows:
 
     def __init__(self, model: nn.Module) -> None:
         self._packed = {f"{name}.weight": layer for name, layer in packed_layers(model)}
-        adapted: dict[str, Adapted] = {f"{name}.weight": layer for name, layer in adapted_layers(model)}
-        self._layers: dict[str, Adapted | NF4Linear] = {**self._packed, **adapted}
+        self._layers = {f"{name}.weight": layer for name, layer in adapted_layers(model)}
         with without_adapters(model):
             every: dict[str, Tensor] = model.state_dict(keep_vars=True)
         names: dict[int, list[str]] = {}
@@ -68,6 +66,7 @@ class MergedRows:
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
+        dtype, _ = self.kind(name)
         if name in self._layers:
-            return self._layers[name].merged().to(self.kind(name)[0])
-        return self.base[name].detach()
+            return self._layers[name].merged().to(dtype)
+        return self._packed[name].as_stored().to(dtype) if name in self._packed else self.base[name].detach()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from forgather_cli.errors import ModelError, SetupError
 
 _BLOCK = 64
-_PORTION = 1 << 23  # numbers packed at a time, in whole blocks: on a CPU that takes 20 bytes for each
+_PORTION = 1 << 22  # numbers packed at a time, in whole blocks: on a CPU that takes 20 bytes for each
 
 
 @cache
@@ -59,8 +59,8 @@ class NF4Linear(nn.Module):
         exact.dtype = torch.float32
         return need_bitsandbytes().functional.dequantize_4bit(self.weight.data, exact)  # type: ignore[no-any-return]
 
-    def merged(self) -> Tensor:
-        """The weight as files would have it, in fp32."""
+    def as_stored(self) -> Tensor:
+        """The unpacked weight as files would have it, fp32."""
         return self.unpacked().T.contiguous() if self.is_transposed else self.unpacked()
 
     @torch.no_grad()

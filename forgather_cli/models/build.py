@@ -277,7 +277,10 @@ def tensor_reader(option: ModelOption, module: nn.Module) -> Callable[[str], Ten
         assert isinstance(module, CausalLM)
         names = stored_names(module, files)
     if names is None:
-        raise ModelError(f"model.path: the tensors of {directory} are not the model's one by one; save it again")
+        raise ModelError(
+            f"adapter: qlora packs layer by layer, and the tensors in {directory} are not the model's one by one; set "
+            "adapter=lora"
+        )
     known = names
 
     def read(name: str) -> Tensor:
