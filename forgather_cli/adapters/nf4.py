@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from forgather_cli.errors import ModelError, SetupError
 
 _BLOCK = 64
-_PORTION = 1 << 22  # numbers packed at a time, in whole blocks: on a CPU that takes 20 bytes for each
+_PORTION = 1 << 20  # numbers packed at a time, in whole blocks: on a CPU that takes 20 bytes for each
 
 
 @cache
@@ -76,16 +76,17 @@ class NF4Linear(nn.Module):
             )
         functional = need_bitsandbytes().functional
         rows = stored.T.contiguous() if self.is_transposed else stored
-        packed: list[Tensor] = []
-        scales: list[Tensor] = []
-        for portion in torch.split(rows.reshape(-1), _PORTION):
+        # what stays is allocated before what does not: else the holes between stay too
+        packed = torch.empty((rows.numel() + 1) // 2, 1, dtype=torch.uint8, device=device)
+        scales = torch.empty(-(-rows.numel() // _BLOCK), device=device)
+        for number, portion in enumerate(torch.split(rows.reshape(-1), _PORTION)):
             done, state = functional.quantize_4bit(
                 portion.to(device=device, dtype=torch.float32), quant_type="nf4", blocksize=_BLOCK
             )
-            packed.append(done)
-            scales.append(state.absmax)
+            packed[number * _PORTION // 2 :][: len(done)] = done
+            scales[number * _PORTION // _BLOCK :][: len(state.absmax)] = state.absmax
         # as quantize_4bit does it of the whole (bitsandbytes 0.50, functional.py)
-        state.absmax, state.shape, state.dtype = torch.cat(scales), rows.shape, dtype
+        state.absmax, state.shape, state.dtype = scales, rows.shape, dtype
         if not torch.isfinite(state.absmax).all():
             raise ModelError(f"model.path: {name} holds values that are not finite; give another model")
         if self.double_quant:
@@ -93,7 +94,7 @@ class NF4Linear(nn.Module):
             state.absmax, state.state2 = functional.quantize_blockwise(state.absmax - state.offset, blocksize=256)
             state.nested = True
         self.stored_dtype = stored.dtype
-        self.state, self.weight = state, nn.Parameter(torch.cat(packed), requires_grad=False)
+        self.state, self.weight = state, nn.Parameter(packed, requires_grad=False)
         self.weight.num_packed = rows.numel()  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NF4Linear:

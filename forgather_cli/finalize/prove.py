@@ -36,6 +36,7 @@ from forgather_cli.finalize.sample import Sample
 from forgather_cli.inference.source import Located, load_located
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate
+from forgather_cli.run_dir import is_adapter_directory
 from forgather_cli.terminal.bars import Bar
 
 _MAX_KEPT = 1 << 23
@@ -121,8 +122,10 @@ def _measured(
 def compare_result(directory: Path, reference: Reference, sample: Sample, options: FinalizeOptions) -> dict[str, Any]:
     """Load the result and compare it; the proof for the report. Raises ProofError beyond the bound."""
     exact = options.quantize is None
-    if importlib.util.find_spec("transformers") is None:
-        through = "Forgather's own reader, as transformers is not installed"
+    needed = ("transformers", "peft") if is_adapter_directory(directory) else ("transformers",)
+    missing = next((package for package in needed if importlib.util.find_spec(package) is None), None)
+    if missing is not None:
+        through = f"Forgather's own reader, as {missing} is not installed"
         source = load_located(Located(directory, None, None), dtype=None)
         result = _measured(source.model, sample, reference.vocab, source.device, exact=exact)
         del source
