@@ -121,7 +121,7 @@ class AdaptedConv1D(AdaptedLinear):
     """The linear layer of GPT-2 in transformers, whose weight is (in, out)."""
 
     def _weight(self) -> Tensor:
-        return self.weight.T
+        return self.unpacked() if isinstance(self, NF4Linear) else self.weight.T
 
     def merged(self, name: str = "weight") -> Tensor:
         return super().merged().T.contiguous()
@@ -286,9 +286,8 @@ def sizes(layer: nn.Module) -> tuple[int, int] | None:
         return layer.in_features, layer.out_features
     if isinstance(layer, nn.Embedding):
         return layer.num_embeddings, layer.embedding_dim
-    if type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2:
-        return weight.shape[0], weight.shape[1]
-    return None
+    shape: Any = layer.stored_shape if isinstance(layer, NF4Linear) else getattr(weight, "shape", ())
+    return (shape[0], shape[1]) if type(layer).__name__.endswith("Conv1D") and len(shape) == 2 else None
 
 
 def attach(layer: nn.Module, shape: Shape, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from forgather_cli import distributed
 from forgather_cli.data.loaders.collate import Counts
 from forgather_cli.distributed import World, gather
 from forgather_cli.documents.fields import AMOUNT, COUNT, NUMBER, FieldKind, check_fields, optional, several
+from forgather_cli.models.parts import num_elements
 
 _SUM = FieldKind(lambda value: isinstance(value, Tensor) and value.numel() == 1, "one number")
 _KINDS = {
@@ -354,7 +355,7 @@ def _multiplied(parts: list[nn.Module]) -> dict[str, float]:
     linear = {id(m.weight) for m in modules if isinstance(m, nn.Linear)}
     looked_up = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} - linear
     named = {id(p): (n, p, part) for part in reversed(parts) for n, p in reversed(list(part.named_parameters()))}
-    return {n: p.numel() * _share(part, n) for key, (n, p, part) in named.items() if key not in looked_up}
+    return {n: num_elements(p) * _share(part, n) for key, (n, p, part) in named.items() if key not in looked_up}
 
 
 def _share(part: nn.Module, name: str) -> float:
