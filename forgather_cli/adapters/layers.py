@@ -22,6 +22,8 @@ from torch import Generator, Tensor, nn
 from forgather_cli.adapters.nf4 import NF4Linear
 from forgather_cli.shards import fill_local, local
 
+_AT_ONCE = 2**22  # numbers of a weight that are in fp32 for DoRA's norms
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -67,23 +69,51 @@ class AdaptedLinear(Adapted):
     lora_magnitude_vector: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x)
-        shape = self.adapter
-        given = x.to(self.lora_A.weight.dtype)  # autocast rounds it again
+        shape, flat = self.adapter, x.flatten(0, -2)
+        out: Tensor = super().forward(flat)
+        # of fp32 autocast would make another copy, to round it
+        given = flat if torch.is_autocast_enabled(x.device.type) else flat.to(self.lora_A.weight.dtype)
         dropped = F.dropout(given, shape.dropout, self.training) if shape.dropout else given
-        low = self.lora_B(self.lora_A(dropped))
-        if not shape.is_dora:
-            return (out + low * shape.scaling).to(out.dtype)
+        low = self.lora_A(dropped) * shape.scaling
+        out = self._directed(out, dropped, low) if shape.is_dora else self._plus(out, low)
+        return out.unflatten(0, x.shape[:-1])
+
+    def _plus(self, out: Tensor, low: Tensor) -> Tensor:
+        """``out`` and the product, in the memory of ``out``: nothing else needs what the layer itself gives."""
+        raised = self.lora_B.weight
+        if torch.is_autocast_enabled(out.device.type):  # which leaves products in place alone
+            raised = raised.to(out.dtype)
+        if low.dtype == raised.dtype == out.dtype:
+            return out.addmm_(low, raised.t())
+        return (out + F.linear(low, raised)).to(out.dtype)
+
+    def _directed(self, out: Tensor, dropped: Tensor, low: Tensor) -> Tensor:
+        """DoRA: what is beside the bias is scaled, whose part without dropout is not."""
         assert self.lora_magnitude_vector is not None
-        with torch.no_grad():  # section 4.3 of the paper: the norm is a constant of the step
-            norms = self._weight().float().add(self._product()).norm(dim=1)
-        scale = self.lora_magnitude_vector / norms
         bias = getattr(self, "bias", None)
-        if shape.dropout and self.training:
+        plain = out
+        if self.adapter.dropout and self.training:
             plain = F.linear(dropped, self._weight().to(dropped.dtype))
-        else:
-            plain = out if bias is None else out - bias
-        return (out + (scale - 1) * plain + scale * low * shape.scaling).to(out.dtype)
+        elif bias is not None:
+            plain = out - bias
+        start = self._plus(out, low)
+        whole = start if plain is out else self._plus(plain, low)
+        scale = self.lora_magnitude_vector / self._norms()
+        return torch.addcmul(start, whole, (scale - 1).to(whole.dtype))  # of which half precision rounds the change
+
+    @torch.no_grad()  # section 4.3 of the paper: the norm is a constant of the step
+    def _norms(self) -> Tensor:
+        """Of the rows of W + scaling B A, fp32, without making it: |W|^2 + 2 scaling W A' B' + |scaling B A|^2."""
+        weight, scaling = self._weight(), self.adapter.scaling
+        lower, raised = self.lora_A.weight.float(), self.lora_B.weight.float() * scaling
+        with torch.autocast(weight.device.type, enabled=False):
+            squares = ((raised @ (lower @ lower.T)) * raised).sum(1)
+            # some rows at a time: a whole matrix in fp32 may be larger than a step's activations
+            several = max(1, _AT_ONCE // weight.shape[1])
+            for rows, b, square in zip(*(t.split(several) for t in (weight, raised, squares)), strict=True):
+                part = rows.float()
+                square += torch.linalg.vector_norm(part, dim=1).square() + 2 * ((part @ lower.T) * b).sum(1)
+        return squares.sqrt_()
 
     def _weight(self) -> Tensor:
         """(out, in)."""
