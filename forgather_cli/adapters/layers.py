@@ -22,7 +22,8 @@ from torch import Generator, Tensor, nn
 from forgather_cli.adapters.nf4 import NF4Linear
 from forgather_cli.shards import fill_local, local
 
-_AT_ONCE = 2**22  # numbers of a weight that are in fp32 for DoRA's norms
+AT_ONCE = 2**22
+"""Numbers of a weight that are in fp32 at a time, for DoRA's norms."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ class AdaptedLinear(Adapted):
         dropped = F.dropout(given, shape.dropout, self.training) if shape.dropout else given
         low = self.lora_A(dropped) * shape.scaling
         out = self._directed(out, dropped, low) if shape.is_dora else self._plus(out, low)
-        return out.unflatten(0, x.shape[:-1])
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     def _plus(self, out: Tensor, low: Tensor) -> Tensor:
         """``out`` and the product, in the memory of ``out``: nothing else needs what the layer itself gives."""
@@ -109,8 +110,8 @@ class AdaptedLinear(Adapted):
         with torch.autocast(weight.device.type, enabled=False):
             squares = ((raised @ (lower @ lower.T)) * raised).sum(1)
             # some rows at a time: a whole matrix in fp32 may be larger than a step's activations
-            several = max(1, _AT_ONCE // weight.shape[1])
-            for rows, b, square in zip(*(t.split(several) for t in (weight, raised, squares)), strict=True):
+            several = max(1, AT_ONCE // weight.shape[1])
+            for rows, b, square in zip(*(torch.split(t, several) for t in (weight, raised, squares)), strict=True):
                 part = rows.float()
                 square += torch.linalg.vector_norm(part, dim=1).square() + 2 * ((part @ lower.T) * b).sum(1)
         return squares.sqrt_()

@@ -58,6 +58,12 @@ class NF4Linear(nn.Module):
         self.weight = nn.Parameter(packed, requires_grad=False)
 
 
+def packed_bytes(count: int, *, double_quant: bool) -> int:
+    """Of a weight of so many numbers with its scales."""
+    blocks = -(-count // 64)
+    return -(-count // 2) + (blocks + 4 * -(-blocks // 256) if double_quant else 4 * blocks)
+
+
 def freeze(layer: nn.Linear, *, double_quant: bool) -> None:
     """Make ``layer``, in place, one whose weight is yet to be packed."""
     device = layer.weight.device
