@@ -411,7 +411,7 @@ def without_adapters(part: nn.Module) -> Iterator[None]:
     """Inside, the adapters' parameters are not there, so that what fills a model by its names fills the base."""
     taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for _, layer in adapted_layers(part):
-        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)  # type: ignore[assignment]
+        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)
         for members in kinds:
             own = {name: members.pop(name) for name in list(members) if name.startswith(MEMBERS)}
             taken.append((members, own))
