@@ -1,4 +1,5 @@
-"""What a model makes of a sample; run as a script, what the transformers library alone makes of a model directory.
+"""What a model makes of a sample; run as a script, what the transformers library alone makes of a model directory, or
+with peft of an adapter's.
 
     python -P plain_transformers.py '{"directory": ..., "given": ..., "made": ..., ...}'     (the arguments of ``main``)
 
@@ -13,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -112,9 +114,15 @@ def main(directory: str, given: str, made: str, vocab: int, keep: int, device: s
     from safetensors.torch import load_file, save_file
 
     auto = transformers.AutoModelForSeq2SeqLM if paired else transformers.AutoModelForCausalLM
+    adapter = Path(directory, "adapter_config.json")
+    base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory
     model: Any = auto.from_pretrained(
-        directory, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=paired
+        base, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=paired
     )
+    if adapter.is_file():  # by peft: transformers itself would round the adapter to the base's dtype (5.24)
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, directory, local_files_only=True)
     model.to(device).eval()
     sample = load_file(given)
     losses: list[float] = []

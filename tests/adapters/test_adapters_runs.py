@@ -83,6 +83,21 @@ def test_finalize_gives_the_adapter_and_the_whole_model(
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
 
 
+def test_beside_a_base_in_bf16_the_adapter_stays_in_fp32(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(half)
+    load_tokenizer("bytes").save(half)
+    assert forgather(*words(half, "adapter=lora", "max_steps=4")) == 0
+    assert forgather("finalize", "run", "adapter") == 0
+    assert json.loads(Path("adapter/finalize_report.json").read_text())["proof"]["max_logit_difference"] < 1e-5
+    capsys.readouterr()
+    assert forgather("finalize", "run", "merged", "--merge") == 0
+    assert "base and adapter apart (bound 1.01)" in " ".join(capsys.readouterr().out.split())
+    assert AutoModelForCausalLM.from_pretrained("merged", dtype="auto").dtype == torch.bfloat16
+
+
 def test_an_adapter_of_peft_is_gone_on_from_and_merged(base: Path) -> None:
     torch.manual_seed(1)
     settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
