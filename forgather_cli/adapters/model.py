@@ -53,7 +53,18 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         )  # fmt: skip
         attach(model.get_submodule(name), shape, dtype)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    account += _not_served(settings, config)
     return [f"adapter={settings.type}: {trained:,} numbers are trained, {account[0]}", *account[1:]]
+
+
+def _not_served(settings: LoRASettings, config: Config) -> Iterator[str]:
+    """What vLLM does not serve as an adapter (``vllm/lora/peft_helper.py``)."""
+    whole = "forgather finalize RUN MODEL --merge makes a whole model, which it takes"
+    refused = {"DoRA": isinstance(settings, DoRASettings), "trainable (modules_to_save)": bool(config.trainable)}
+    if names := [name for name, is_set in refused.items() if is_set]:
+        yield f"vLLM refuses adapters with {' and '.join(names)}: {whole}"
+    if settings.rank_pattern or settings.alpha_pattern:
+        yield f"vLLM reads no rank_pattern or alpha_pattern and would scale by lora_alpha / r alone: {whole}"
 
 
 def _in_fp32(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -84,7 +95,7 @@ def targets(model: nn.Module, settings: LoRASettings) -> list[str]:
         near = get_close_matches(unknown[0], kinds, n=1)
         raise ModelError(
             f"adapter.target_modules: no layer of {type(getattr(model, 'theirs', model)).__name__} is "
-            f"{unknown[0]!r};{f' did you mean {near[0]}?' if near else ''} Its layers are {', '.join(kinds)}"
+            f"{unknown[0]!r}; {f'did you mean {near[0]}? Its' if near else 'its'} layers are {', '.join(kinds)}"
         )
     return found
 

@@ -13,10 +13,12 @@ from program import forgather
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.manifest import NAME
 from forgather_cli.config.load import load_config
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import ConfigError
+from forgather_cli.models.build import build_model
 from forgather_cli.run_dir import RunDir
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]
@@ -152,6 +154,25 @@ MISTAKES = {
 def test_what_cannot_be_adapted_is_said(given: tuple[str, ...], base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert forgather(*words(base, *given, "max_steps=1")) == 2
     assert MISTAKES[given] in " ".join(capsys.readouterr().err.split())
+
+
+NOT_SERVED = {
+    (): None,
+    ("adapter=dora",): "vLLM refuses adapters with DoRA: forgather finalize RUN MODEL --merge",
+    ("trainable=[norm]",): "vLLM refuses adapters with trainable (modules_to_save)",
+    ("adapter.alpha_pattern={q_proj: 8}",): "vLLM reads no rank_pattern or alpha_pattern",
+}
+
+
+@pytest.mark.parametrize("given", NOT_SERVED)
+def test_what_vllm_does_not_serve_is_said_at_start(given: tuple[str, ...], base: Path) -> None:
+    config = load_config("lora_finetune", [f"model.path={base}", "data.files=[x]", *given]).config
+    with torch.device("meta"):
+        model = build_model(config.model, vocab_size=260, seq_len=8)
+    said = [line for line in adapt(model, config.adapter, config) if "vLLM" in line]
+    wanted = NOT_SERVED[given]
+    assert len(said) == (wanted is not None)
+    assert wanted is None or wanted in said[0]
 
 
 CONTRADICTIONS = {
