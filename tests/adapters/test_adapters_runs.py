@@ -139,6 +139,19 @@ def test_another_base_is_refused_with_both_hashes(
     assert (newest("run").parent / NAME).exists()
 
 
+def test_a_mean_of_adapters_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather(*words(base, "adapter=lora", "max_steps=3", "save_steps=1", "async_save=false")) == 0
+    first, *_, last = RunDir(Path("run")).checkpoint_steps()
+    members = [str(RunDir(Path("run")).checkpoint(step)) for step in (first, last)]
+    for given in (("finalize", "run", "mean", "--average", "2"), ("checkpoint", "average", *members, "-o", "mean")):
+        capsys.readouterr()
+        assert forgather(*given) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "the mean of products is no product of means" in said
+        assert "merge" in said
+        assert not Path("mean").exists()
+
+
 MISTAKES = {
     ("adapter=lora", "adapter.target_modules=[q_prj]"): "did you mean q_proj?",
     ("adapter=lora", "adapter.r=33"): "adapter.r: 33 is above the width of model.layers.0.self_attn.q_proj, 32",
@@ -176,6 +189,7 @@ def test_what_vllm_does_not_serve_is_said_at_start(given: tuple[str, ...], base:
 
 
 CONTRADICTIONS = {
+    ("adapter=lora", "model=qwen3_encdec", "data=ul2"): "adapter: lora does not adapt encoder-decoders yet",
     ("adapter=lora",): "adapter: lora adapts a model that exists, got model=decoder",
     ("adapter=lora", "model=pretrained", "model.path=x", "precision=qat"): "precision: qat changes the layers",
     ("adapter=lora", "model=pretrained", "model.path=x", "average_last=3"): "average_last: a mean of adapters",

@@ -61,7 +61,9 @@ class LoRASettings(Settings):
             yield from _not_patterns("adapter.target_modules", [self.target_modules])
         yield from _not_patterns("adapter.rank_pattern", self.rank_pattern)
         yield from _not_patterns("adapter.alpha_pattern", self.alpha_pattern)
-        if getattr(config.model, "path", None) is None:
+        if getattr(config.model, "type", None) == "qwen3_encdec":
+            yield f"adapter: {self.type} does not adapt encoder-decoders yet, got model=qwen3_encdec; set adapter=none"
+        elif getattr(config.model, "path", None) is None:
             yield (
                 f"adapter: {self.type} adapts a model that exists, got model={config.model.type}; set "
                 "model=pretrained model.path=DIR"
