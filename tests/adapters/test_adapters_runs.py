@@ -173,6 +173,7 @@ NOT_SERVED = {
     (): None,
     ("adapter=dora",): "vLLM refuses adapters with DoRA: forgather finalize RUN MODEL --merge",
     ("trainable=[norm]",): "vLLM refuses adapters with trainable (modules_to_save)",
+    ("adapter.trainable_token_indices=[3]",): "vLLM refuses adapters with rows of tokens",
     ("adapter.alpha_pattern={q_proj: 8}",): "vLLM reads no rank_pattern or alpha_pattern",
 }
 
