@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.adapters.directory import AdapterDirectory
+from forgather_cli.adapters.layers import TokenRows
 from forgather_cli.adapters.model import adapted_layers, without_adapters
 from forgather_cli.adapters.nf4 import packed_layers
 from forgather_cli.checkpoint.tensors import spec_of, write_weights
@@ -43,20 +44,23 @@ class MergedRows:
 
     def __init__(self, model: nn.Module) -> None:
         self._packed = {f"{name}.weight": layer for name, layer in packed_layers(model)}
-        self._layers = {f"{name}.weight": layer for name, layer in adapted_layers(model)}
+        self._layers = {f"{name}.{own}": (layer, own) for name, layer in adapted_layers(model) for own in layer.adapted}
         with without_adapters(model):
             every: dict[str, Tensor] = model.state_dict(keep_vars=True)
         names: dict[int, list[str]] = {}
         for name, tensor in every.items():
             names.setdefault(id(tensor), []).append(name)
         tied = [group for group in names.values() if len(group) > 1]
-        self.is_untied = any(name in self._layers for group in tied for name in group)
+        apart = [group for group in tied if not self._are_equal(group)]
+        self.is_untied = bool(apart)
         # a weight that others share is stored once, under its first name, unless an adapter tells them apart
-        self.base = {
-            name: every[name]
-            for group in names.values()
-            for name in (group if any(each in self._layers for each in group) else group[:1])
-        }
+        self.base = {name: every[name] for group in names.values() for name in (group if group in apart else group[:1])}
+
+    def _are_equal(self, names: list[str]) -> bool:
+        """Whether matrices that share one weight share what is added to it too."""
+        layers = [self._layers[name][0] for name in names if name in self._layers]
+        sources = {id(layer.source[0]) if isinstance(layer, TokenRows) else None for layer in layers}
+        return not layers or (len(layers) == len(names) and len(sources) == 1 and None not in sources)
 
     def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
         """Dtype and shape of a tensor, the base's."""
@@ -68,5 +72,6 @@ class MergedRows:
     def __getitem__(self, name: str) -> Tensor:
         dtype, _ = self.kind(name)
         if name in self._layers:
-            return self._layers[name].merged().to(dtype)
+            layer, own = self._layers[name]
+            return layer.merged(own).to(dtype)
         return self._packed[name].as_stored().to(dtype) if name in self._packed else self.base[name].detach()

@@ -94,6 +94,11 @@ def test_forward_and_gradients_are_those_of_peft(case: str, model: str, base: Pa
     theirs = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), saved(mine, config, tmp_path / "adapter"), is_trainable=True
     )
+    assert_as_peft(mine, theirs)
+
+
+def assert_as_peft(mine: nn.Module, theirs: Any) -> None:
+    """Logits, and the gradient of each trained parameter; no others have one."""
     logits, wanted = mine(IDS), theirs(IDS).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
     loss_of(logits).backward()

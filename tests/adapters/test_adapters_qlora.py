@@ -17,7 +17,7 @@ from program import forgather, printed
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.adapters.directory import QUANTIZATION, WEIGHTS, write_config
 from forgather_cli.adapters.model import adapt, starting
@@ -212,13 +212,13 @@ def test_a_run_is_evaluated_and_finalized_as_it_was_trained(
 ) -> None:
     words = (f"model.path={base}", *WORDS, "precision=fp32", "trainable=[norm]", "target_modules=[q_proj,down_proj]")
     assert forgather("train", "model=pretrained", *words, "adapter=qlora", "max_steps=6", "output_dir=run") == 0
-    assert "in four bits (NF4): 14 matrices with 64.9%" in capsys.readouterr().err
+    assert "in four bits (NF4): 14 matrices with 64.4%" in capsys.readouterr().err
     said = printed(capsys, "finalize", "run", "adapter")
     assert said.code == 0, said.err
     assert "trained beside a base in four bits" in " ".join(said.err.split())
     said = printed(capsys, "finalize", "run", "merged", "--merge")
     assert said.code == 0, said.err
-    assert "to the adapter beside the base as it is stored" in said.out
+    assert "that of the adapter beside the base as it is stored" in said.out
     merge = json.loads(Path("merged/finalize_report.json").read_text())["proof"]["merge"]
     assert merge["perplexity_ratio"] == pytest.approx(1, abs=1e-4)
     assert abs(merge["perplexity_ratio_to_stored_base"] - 1) > 1e-4  # NF4 is no small thing for this model
@@ -283,12 +283,3 @@ def test_without_its_package_it_is_one_sentence(
     assert said.code == 2
     assert "pip install 'forgather[qlora]'" in " ".join(said.err.split())
     assert not Path("outputs").exists()
-
-
-def test_weights_that_are_not_stored_one_by_one_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    experts = MixtralConfig(**settings(num_local_experts=2, num_experts_per_tok=1))
-    base = saved_base(tmp_path / "experts", lambda: AutoModelForCausalLM.from_config(experts))
-    words = ("model=transformers", f"model.path={base}", *WORDS, "adapter=qlora", "max_steps=1")
-    said = printed(capsys, "train", *words)
-    assert said.code == 2
-    assert "adapter: qlora packs layer by layer" in " ".join(said.err.split())
