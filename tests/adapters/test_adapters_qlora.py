@@ -233,6 +233,17 @@ def test_a_run_is_evaluated_and_finalized_as_it_was_trained(
         said = printed(capsys, "eval", source, *words[1:3], "data.seq_len=16", "precision=fp32", "--json")
         losses.append(said.json()["eval_loss"])
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+    said = printed(capsys, "eval", "adapter", *words[1:3], "data.seq_len=16", "trainer=fsdp2", "nproc_per_node=1")
+    assert said.code == 2
+    assert "runs under trainer=single and ddp" in " ".join(said.err.split())
+    # its matrices go on beside the base as it is stored, too
+    more = ("adapter=lora", "adapter.init_from=adapter", "max_steps=1", "learning_rate=0", "output_dir=other")
+    assert forgather("train", "model=pretrained", *words, *more) == 0
+    other = RunDir(Path("other")).checkpoint(1) / "model"
+    assert not (other / QUANTIZATION).exists()
+    before, after = load_file(Path("adapter", WEIGHTS)), load_file(other / WEIGHTS)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def measured_load(base: Path) -> tuple[int, int]:
