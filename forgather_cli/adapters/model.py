@@ -35,6 +35,9 @@ from forgather_cli.models.parts import train_only
 from forgather_cli.precision import compute_dtype, half_dtype, parameter_dtype
 from forgather_cli.shards import fill_local
 
+OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of layers by which peft 0.21 may mean experts (``adapters/directory.py: _beside_experts``)."""
+
 
 def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]:
     """Give layers of ``model`` (on meta too) adapters, in place, and freeze the rest but for ``config.trainable``.
@@ -78,6 +81,11 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         account.append(to_four_bits(model, settings))
         if whole := _kinds(model, [name for name, p in model.named_parameters() if p.ndim > 2]):
             account.append(f"not in four bits, but in {half or dtype}: {', '.join(whole)}".replace("torch.", ""))
+    taken = dict.fromkeys(kind for name in layers if (kind := name.rpartition(".")[2]) in OF_EXPERTS)
+    if taken and settings.is_for_layers_alone and getattr(model, "num_experts", None):
+        account.append(
+            f"peft 0.21 may take {', '.join(taken)} for layers of experts; give it what finalize --merge makes"
+        )
     attach_adapters(model, settings, layers, parameters, dtype)
     account += _add_rows(model, settings, config, dtype)
     number = sum(p.numel() for p in model.parameters() if p.requires_grad)

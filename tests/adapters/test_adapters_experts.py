@@ -215,7 +215,9 @@ def test_experts_stay_in_half_precision_beside_four_bits(bases: dict[str, Path])
     config = against_peft.config_of(
         bases["qwen"], "adapter=qlora", "adapter.r=4", EXPERTS, "precision=bf16", model="transformers"
     )
-    assert "not in four bits, but in bfloat16: model.layers.*.mlp.experts.gate_up_proj, " in account(config)
+    said = account(config)
+    assert "not in four bits, but in bfloat16: model.layers.*.mlp.experts.gate_up_proj, " in said
+    assert "peft 0.21 may take gate_proj, up_proj, down_proj for layers of experts" in said
     model = against_peft.stirred(against_peft.ours(config))
     plain = AutoModelForCausalLM.from_pretrained(bases["qwen"]).state_dict()
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
