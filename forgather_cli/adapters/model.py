@@ -69,6 +69,14 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
             f"trainable: {shared} is one weight, which is not trained whole beside an adapter; leave it out, adapt "
             "both (adapter.target_modules), or train rows of it (adapter.trainable_token_indices)"
         )
+    for name, module in model.named_modules():
+        if any(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None):
+            others = [key for key, tensor in module.state_dict(keep_vars=True).items() if not tensor.requires_grad]
+            if others:
+                raise ModelError(
+                    f"trainable: of {name} all is trained beside an adapter or nothing, as peft's modules_to_save are, "
+                    f"but {others[0]} is not; name it too, or leave the others out"
+                )
     account = list(_account(model, adapted))
     half, dtype = half_dtype(config.precision), parameter_dtype(config.precision) or torch.float32
     for parameter in model.parameters():
