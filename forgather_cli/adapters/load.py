@@ -92,9 +92,11 @@ def fill_from(part: nn.Module, adapter: AdapterDirectory) -> None:
         )
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        theirs = adapter.settings.target_modules
         raise ModelError(
-            f"{file}: is not an adapter of the model in {adapter.base}: {'; '.join(problems[:3])}{more}; give the "
-            "model that it was made for"
+            f"{file}: is not an adapter of this model: {'; '.join(problems[:3])}{more}; give the "
+            "model that it was made for, to go on from it with adapter.target_modules="
+            f"{theirs if isinstance(theirs, str) else '[' + ','.join(theirs) + ']'}"
         )
     for name in stored.keys() & held.keys():
         fill_local(held[name], reader.read(stored[name]))

@@ -96,6 +96,7 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         )
     attach_adapters(model, settings, layers, parameters, dtype)
     account += _add_rows(model, settings, config, dtype)
+    account += _not_served(model, settings, config)
     number = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return [f"adapter={settings.type}: {number:,} numbers are trained, {account[0]}", *account[1:]]
 
@@ -179,6 +180,20 @@ def to_four_bits(model: nn.Module, settings: QLoRASettings) -> str:
     return f"in four bits (NF4): {len(layers)} matrices with {packed / total:.1%} of the weights"
 
 
+def _not_served(model: nn.Module, settings: LoRASettings, config: Config) -> Iterator[str]:
+    """What vLLM does not serve as an adapter (its ``lora/peft_helper.py``, and of rows ``lora/utils.py``)."""
+    whole = "forgather finalize RUN MODEL --merge makes a whole model, which it takes"
+    refused = {
+        "DoRA": isinstance(settings, DoRASettings),
+        "trainable (modules_to_save)": bool(config.trainable),
+        "rows of tokens": any(isinstance(layer, TokenRows) for layer in model.modules()),
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        yield f"vLLM refuses adapters with {' and '.join(names)}: {whole}"
+    if settings.rank_pattern or settings.alpha_pattern:
+        yield f"vLLM reads no rank_pattern or alpha_pattern and would scale by lora_alpha / r alone: {whole}"
+
+
 def _in_fp32(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
     """Only where autocast casts what enters matrices: FSDP2's policy does not, and computes with what comes (2.13)."""
     return out.float() if torch.is_autocast_enabled(out.device.type) else out
@@ -207,7 +222,7 @@ def targets(model: nn.Module, settings: LoRASettings) -> list[str]:
         near = get_close_matches(unknown[0], kinds, n=1)
         raise ModelError(
             f"adapter.target_modules: no layer of {type(getattr(model, 'theirs', model)).__name__} is "
-            f"{unknown[0]!r};{f' did you mean {near[0]}?' if near else ''} Its layers are {', '.join(kinds)}"
+            f"{unknown[0]!r}; {f'did you mean {near[0]}? Its' if near else 'its'} layers are {', '.join(kinds)}"
         )
     return found
 
@@ -427,7 +442,7 @@ def without_adapters(part: nn.Module) -> Iterator[None]:
     """Inside, the adapters' parameters are not there, so that what fills a model by its names fills the base."""
     taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for _, layer in adapted_layers(part):
-        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)  # type: ignore[assignment]
+        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)
         for members in kinds:
             own = {name: members.pop(name) for name in list(members) if name.startswith(MEMBERS)}
             taken.append((members, own))

@@ -104,6 +104,12 @@ class NF4Linear(nn.Module):
         return self
 
 
+def packed_bytes(count: int, *, double_quant: bool) -> int:
+    """Of a weight of so many numbers with its scales."""
+    blocks = -(-count // _BLOCK)
+    return -(-count // 2) + (blocks + 4 * -(-blocks // 256) if double_quant else 4 * blocks)
+
+
 def freeze(layer: nn.Module, *, double_quant: bool) -> int:
     """Make ``layer``, a linear one or a Conv1D, in place one whose weight is yet to be packed. Returns how many numbers
     that has."""

@@ -22,8 +22,12 @@ def model_card(report: Mapping[str, Any], name: str) -> str:
 def _summary(report: Mapping[str, Any]) -> str:
     model, proof = report["model"], report["proof"]
     how = f", quantized with {report['quantization']}" if report["quantization"] else ""
+    apart = ""
+    if adapter := report.get("adapter"):
+        kind = f"{adapter['type']} adapter (r {adapter['r']})"
+        apart, how = ("", f"{how}, with a {kind} merged in") if adapter["merged"] else (f"A {kind} of ", how)
     lines = [
-        f"{model['architecture']}, {model['parameters']:,} parameters in {model['dtype']}{how}, a vocabulary of "
+        f"{apart}{model['architecture']}, {model['parameters']:,} parameters in {model['dtype']}{how}, a vocabulary of "
         f"{model['vocab_size']:,} tokens. Made with Forgather {report['versions']['forgather']}.",
         "",
         "| | source | this model |",

@@ -116,6 +116,9 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
         facts["mean of"] = f"{len(source['members'])} checkpoints"
     how = f", {report['quantization']}" if report["quantization"] else ""
     facts["model"] = f"{model['architecture']}, {human(model['parameters'])} parameters, {model['dtype']}{how}"
+    if adapter := report.get("adapter"):
+        merged = "merged into" if adapter["merged"] else "of"
+        facts["adapter"] = f"{adapter['type']}, r {adapter['r']}, {merged} {shown(adapter['base'])}"
     facts["vocabulary"] = f"{model['vocab_size']:,} tokens"
     if added := [token["token"] for token in report["added_tokens"]]:
         first = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
@@ -137,10 +140,11 @@ def _proof(proof: dict[str, Any]) -> dict[str, str]:
         "logits": f"differ by at most {proof['max_logit_difference']:.3g} from {proof['compared_with']}{bounds[0]}",
         "perplexity": f"{perplexities}, ratio {proof['perplexity_ratio']:.5f}{bounds[1]}{shared}",
     }
-    if (merge := proof.get("merge")) is not None:
-        bound = f"(bound {merge['bound']:g})"
-        facts["merging"] = f"perplexity ratio {merge['perplexity_ratio']:.5f} to base and adapter as trained {bound}"
-        if "perplexity_ratio_to_stored_base" in merge:
-            ratio = merge["perplexity_ratio_to_stored_base"]
-            facts["four bits"] = f"perplexity ratio {ratio:.5f} to the adapter beside the base as it is stored"
+    if merge := proof.get("merge"):
+        facts["merging"] = (
+            f"perplexity {merge['perplexity_ratio']:.5f} times that of base and adapter apart "
+            f"(bound {merge['bound']:g}), logits differ by at most {merge['max_logit_difference']:.3g}"
+        )
+        if (ratio := merge.get("perplexity_ratio_to_stored_base")) is not None:
+            facts["four bits"] = f"perplexity {ratio:.5f} times that of the adapter beside the base as it is stored"
     return facts

@@ -122,15 +122,15 @@ def _measured(
 def compare_result(directory: Path, reference: Reference, sample: Sample, options: FinalizeOptions) -> dict[str, Any]:
     """Load the result and compare it; the proof for the report. Raises ProofError beyond the bound."""
     exact = options.quantize is None
-    needed = ("transformers", "peft") if is_adapter_directory(directory) else ("transformers",)
-    missing = next((package for package in needed if importlib.util.find_spec(package) is None), None)
-    if missing is not None:
-        through = f"Forgather's own reader, as {missing} is not installed"
+    needed = ["transformers", "peft"] if is_adapter_directory(directory) else ["transformers"]
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        through = f"Forgather's own reader, as {missing[0]} is not installed"
         source = load_located(Located(directory, None, None), dtype=None)
         result = _measured(source.model, sample, reference.vocab, source.device, exact=exact)
         del source
     else:
-        through = f"transformers {importlib.metadata.version('transformers')}, in its own process"
+        through = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in reversed(needed))
+        through += ", in its own process"
         result = _by_transformers(directory, sample, reference.vocab, exact=exact)
     wanted = (reference.rounded or reference.exact).logits
     # NaN where a result is not finite and the source's was

@@ -126,6 +126,11 @@ def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -
     members = last_checkpoints(run, options.average)
     enough_of(run, members, options.average, "--average", say)
     newest = Reader(members[-1])
+    if is_adapter_directory(newest.path / "model"):
+        raise ConfigError(
+            f"--average: the checkpoints of {run.root} are adapters, and the mean of products is no product of means; "
+            "finalize each with --merge and average these (forgather checkpoint average)"
+        )
     return Chosen(Located(newest.path / "model", newest, run_of(newest.path)), tuple(members))
 
 

@@ -79,7 +79,9 @@ class LoRASettings(Settings):
             )
         if self.target_parameters and isinstance(self, DoRASettings):
             yield "adapter: dora adapts layers, got target_parameters; set adapter=lora, or target_parameters=[]"
-        if getattr(config.model, "path", None) is None:
+        if getattr(config.model, "type", None) == "qwen3_encdec":
+            yield f"adapter: {self.type} does not adapt encoder-decoders yet, got model=qwen3_encdec; set adapter=none"
+        elif getattr(config.model, "path", None) is None:
             yield (
                 f"adapter: {self.type} adapts a model that exists, got model={config.model.type}; set "
                 "model=pretrained model.path=DIR"
