@@ -16,7 +16,7 @@ from typing import Any, cast
 from torch import nn
 
 from forgather_cli.adapters.layers import TokenRows, is_adapter
-from forgather_cli.adapters.model import adapted_layers, targets
+from forgather_cli.adapters.model import OF_EXPERTS, adapted_layers, targets
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.decode import decode_settings
 from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings
@@ -95,9 +95,6 @@ def _token_indices(model: nn.Module, trained: Iterable[str]) -> list[int] | dict
     return ids if len(owners) < 2 else dict.fromkeys(sorted(owners), ids or [])
 
 
-_OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-
-
 def _beside_experts(model: nn.Module, settings: LoRASettings) -> dict[str, Any]:
     """What an adapter of a model with experts has in the place of ``target_modules``.
 
@@ -106,10 +103,8 @@ def _beside_experts(model: nn.Module, settings: LoRASettings) -> dict[str, Any]:
     named, and those with such a name by their parameter.
     """
     layers, wanted = targets(model, settings), settings.target_modules
-    as_layers = [name for name in layers if name.rpartition(".")[2] not in _OF_EXPERTS]
+    as_layers = [name for name in layers if settings.is_for_layers_alone or name.rpartition(".")[2] not in OF_EXPERTS]
     as_parameters = [f"{name}.weight" for name in layers if name not in as_layers]
-    if settings.lora_dropout or isinstance(settings, DoRASettings):  # which peft has for layers alone
-        as_layers, as_parameters = layers, []
     if wanted == ALL_LINEAR:
         as_layers = sorted({name.rpartition(".")[2] for name in as_layers})
     ranks = {name: settings.rank_of(name.removesuffix(".weight")) for name in as_parameters}

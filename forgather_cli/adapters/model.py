@@ -35,6 +35,9 @@ from forgather_cli.models.parts import train_only
 from forgather_cli.precision import compute_dtype, half_dtype, parameter_dtype
 from forgather_cli.shards import fill_local
 
+OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""Names of layers by which peft 0.21 may mean experts (``adapters/directory.py: _beside_experts``)."""
+
 
 def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]:
     """Give layers of ``model`` (on meta too) adapters, in place, and freeze the rest but for ``config.trainable``.
@@ -66,6 +69,14 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
             f"trainable: {shared} is one weight, which is not trained whole beside an adapter; leave it out, adapt "
             "both (adapter.target_modules), or train rows of it (adapter.trainable_token_indices)"
         )
+    for name, module in model.named_modules():
+        if any(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None):
+            others = [key for key, tensor in module.state_dict(keep_vars=True).items() if not tensor.requires_grad]
+            if others:
+                raise ModelError(
+                    f"trainable: of {name} all is trained beside an adapter or nothing, as peft's modules_to_save are, "
+                    f"but {others[0]} is not; name it too, or leave the others out"
+                )
     account = list(_account(model, adapted))
     half, dtype = half_dtype(config.precision), parameter_dtype(config.precision) or torch.float32
     for parameter in model.parameters():
@@ -78,6 +89,11 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         account.append(to_four_bits(model, settings))
         if whole := _kinds(model, [name for name, p in model.named_parameters() if p.ndim > 2]):
             account.append(f"not in four bits, but in {half or dtype}: {', '.join(whole)}".replace("torch.", ""))
+    taken = dict.fromkeys(kind for name in layers if (kind := name.rpartition(".")[2]) in OF_EXPERTS)
+    if taken and settings.is_for_layers_alone and getattr(model, "num_experts", None):
+        account.append(
+            f"peft 0.21 may take {', '.join(taken)} for layers of experts; give it what finalize --merge makes"
+        )
     attach_adapters(model, settings, layers, parameters, dtype)
     account += _add_rows(model, settings, config, dtype)
     account += _not_served(model, settings, config)

@@ -51,6 +51,7 @@ CASES = {
         "target_parameters=[gate.weight,down_proj,q_proj.weight]",
     ),
     "transposed": ("transposed", EXPERTS, "init_lora_weights=gaussian"),
+    "whole": ("mixtral", "target_modules=[q_proj]", "trainable=[experts]"),
     "regex": ("qwen", "target_modules='.*layers.0.*(q|up)_proj'", "target_parameters=[experts.down_proj]"),
 }  # fmt: skip
 
@@ -138,6 +139,7 @@ def test_the_start_says_what_is_not_adapted(bases: dict[str, Path]) -> None:
 
 
 MISTAKES = {
+    ("target_modules=[q_proj]", "trainable=[down_proj]"): "but gate_up_proj is not; name it too",
     ("target_parameters=[experts.gate_up]",): "did you mean experts.gate_up_proj?",
     ("target_parameters=[q_proj.weight]",): "q_proj is a layer, got its weight; name it in target_modules",
     ("target_parameters=[embed_tokens.weight]",): "embed_tokens is a layer",
@@ -215,7 +217,9 @@ def test_experts_stay_in_half_precision_beside_four_bits(bases: dict[str, Path])
     config = against_peft.config_of(
         bases["qwen"], "adapter=qlora", "adapter.r=4", EXPERTS, "precision=bf16", model="transformers"
     )
-    assert "not in four bits, but in bfloat16: model.layers.*.mlp.experts.gate_up_proj, " in account(config)
+    said = account(config)
+    assert "not in four bits, but in bfloat16: model.layers.*.mlp.experts.gate_up_proj, " in said
+    assert "peft 0.21 may take gate_proj, up_proj, down_proj for layers of experts" in said
     model = against_peft.stirred(against_peft.ours(config))
     plain = AutoModelForCausalLM.from_pretrained(bases["qwen"]).state_dict()
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
 from forgather_cli.adapters.load import with_adapter
 from forgather_cli.adapters.merge import MergedRows, write_merged
+from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.text.tokenizer import load_tokenizer
@@ -237,3 +238,44 @@ def test_rows_of_added_tokens_are_the_bases_beside_an_adapter(model: str, bases:
     fill(config, torch.device("cpu"), filled, 0, num_known=SHAPE["vocab_size"] - 2)
     for name, tensor in AutoModelForCausalLM.from_pretrained(bases["tied"]).state_dict().items():
         assert torch.equal(filled.state_dict()[name], tensor), name
+
+
+LEFT_OUT = {
+    ("target_modules=[lm_head]",): "lm_head is trained otherwise",
+    ("loss=linear_cross_entropy",): "loss=linear_cross_entropy multiplies with the head's weight itself",
+    ("trainer=pipeline", "n_microbatches=2"): "under trainer=pipeline lm_head is on another stage",
+}
+
+
+@pytest.mark.parametrize("given", LEFT_OUT)
+def test_rows_that_cannot_be_trained_are_said_or_refused(given: tuple[str, ...], bases: dict[str, Path]) -> None:
+    """Said of tokens that the data add, refused where somebody asked for them."""
+
+    def account(*more: str) -> str:
+        config = against_peft.config_of(bases["tied"], "adapter=lora", *given, *more)
+        with torch.device("meta"):
+            model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
+        model.new_tokens = range(38, 40)  # type: ignore[assignment]
+        said = adapt(model, config.adapter, config)
+        assert not any("token_adapter" in name for name, _ in model.named_parameters())
+        return "\n".join(said)
+
+    assert f"the rows of 2 added tokens stay as the base has them: {LEFT_OUT[given]}" in account()
+    assert "stay as the base has them: trainable_token_indices" in account("adapter.trainable_token_indices=[]")
+    with pytest.raises(ModelError, match=LEFT_OUT[given]):
+        account("adapter.trainable_token_indices=[38]")
+
+
+@pytest.mark.parametrize(
+    ("rows", "why"),
+    [
+        ("[40]", "below 40, the rows of model.embed_tokens"),
+        ("[3,3]", "must be different tokens"),
+        ("{q_proj: [3]}", "q_proj is neither embedding nor head; name model.embed_tokens or lm_head"),
+        ("{embed_tokens: [3], lm_head: [4]}", "share their weight; give both the same tokens"),
+    ],
+)
+def test_tokens_that_have_no_row(rows: str, why: str, bases: dict[str, Path]) -> None:
+    config = against_peft.config_of(bases["tied"], "adapter=lora", f"adapter.trainable_token_indices={rows}")
+    with pytest.raises(ModelError, match=why):
+        against_peft.ours(config)

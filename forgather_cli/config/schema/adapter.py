@@ -47,6 +47,11 @@ class LoRASettings(Settings):
     rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
     alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
 
+    @property
+    def is_for_layers_alone(self) -> bool:
+        """Whether no matrix can have such an adapter by the name of its parameter."""
+        return bool(self.lora_dropout) or self.type != "lora"
+
     def rank_of(self, name: str) -> int:
         """The rank beside the layer of this name."""
         return self.rank_pattern.get(_matching(self.rank_pattern, name), self.r)
