@@ -132,8 +132,15 @@ def _proof(proof: dict[str, Any]) -> dict[str, str]:
     bounds = [f" (bound {proof['bound']:g})" if here else "" for here in (on_logits, not on_logits)]
     perplexities = f"{proof['perplexity_source']:.6g} source, {proof['perplexity_result']:.6g} result"
     shared = f", over the {proof['vocabulary_compared']:,} tokens of the source" if proof["vocabulary_grew"] else ""
-    return {
+    facts = {
         "compared": f"{proof['tokens']:,} tokens of {proof['sample']}, result loaded through {proof['loaded_through']}",
         "logits": f"differ by at most {proof['max_logit_difference']:.3g} from {proof['compared_with']}{bounds[0]}",
         "perplexity": f"{perplexities}, ratio {proof['perplexity_ratio']:.5f}{bounds[1]}{shared}",
     }
+    if (merge := proof.get("merge")) is not None:
+        bound = f"(bound {merge['bound']:g})"
+        facts["merging"] = f"perplexity ratio {merge['perplexity_ratio']:.5f} to base and adapter as trained {bound}"
+        if "perplexity_ratio_to_stored_base" in merge:
+            ratio = merge["perplexity_ratio_to_stored_base"]
+            facts["four bits"] = f"perplexity ratio {ratio:.5f} to the adapter beside the base as it is stored"
+    return facts

@@ -17,7 +17,7 @@ from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import gather, pick_device, world
 from forgather_cli.errors import ConfigError
 from forgather_cli.loss import ComputedLoss, Loss, build_loss
-from forgather_cli.models.parts import named_tensors, train_only
+from forgather_cli.models.parts import named_tensors, num_elements, train_only
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
@@ -133,7 +133,9 @@ def choose_trained(model: nn.Module, config: Config) -> list[str]:
 
 def num_parameters(parts: list[nn.Module], group: Any) -> tuple[int, int]:
     """Collective. (all, trainable) parameters of the model that the ranks of ``group`` (CPU) hold, tied ones once."""
-    own = {n: (t.numel(), t.requires_grad) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter)}
+    own = {
+        n: (num_elements(t), t.requires_grad) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter)
+    }
     sizes: dict[str, tuple[int, bool]] = {}
     for held in gather(own, group):
         sizes |= held

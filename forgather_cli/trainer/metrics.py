@@ -20,6 +20,7 @@ from forgather_cli import distributed
 from forgather_cli.data.loaders.collate import Counts
 from forgather_cli.distributed import World, gather
 from forgather_cli.documents.fields import AMOUNT, COUNT, NUMBER, FieldKind, check_fields, optional, several
+from forgather_cli.models.parts import num_elements
 
 _SUM = FieldKind(lambda value: isinstance(value, Tensor) and value.numel() == 1, "one number")
 _KINDS = {
@@ -352,12 +353,11 @@ def _operations(parts: list[nn.Module]) -> dict[str, float]:
     Tied ones once per rank and name. A model may say of which it takes only a share (``active_share(name)``: experts).
     """
     modules = [module for part in parts for module in part.modules()]
-    # not numel(), which a weight in four bits has of bytes
-    linear = {id(m.weight): m.in_features * m.out_features for m in modules if isinstance(m, nn.Linear)}
-    looked_up = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} - linear.keys()
+    linear = {id(m.weight) for m in modules if isinstance(m, nn.Linear)}
+    looked_up = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} - linear
     named = {id(p): (n, p, part) for part in reversed(parts) for n, p in reversed(list(part.named_parameters()))}
     return {
-        n: (6.0 if p.requires_grad else 4.0) * linear.get(key, p.numel()) * _share(part, n)
+        n: (6.0 if p.requires_grad else 4.0) * num_elements(p) * _share(part, n)
         for key, (n, p, part) in named.items()
         if key not in looked_up
     }
