@@ -117,6 +117,7 @@ def freeze(layer: nn.Module, *, double_quant: bool) -> int:
     layer.is_transposed = type(layer).__name__ == "Conv1D"  # type: ignore[assignment]
     layer.stored_shape, layer.state, layer.double_quant = weight.shape, None, double_quant  # type: ignore[assignment]
     layer.weight = nn.Parameter(torch.empty(0, dtype=torch.uint8, device=weight.device), requires_grad=False)
+    layer.weight.num_packed = weight.numel()  # type: ignore[attr-defined]
     layer.__class__ = _mixed(cast(Any, type(layer)))
     return int(weight.numel())
 

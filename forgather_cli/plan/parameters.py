@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from forgather_cli.config.schema import Config, NoAdapter, QLoRASettings
 from forgather_cli.optim.groups import ParameterRow, describe, kind_of
@@ -76,8 +76,7 @@ def _packed(model: nn.Module, config: Config) -> dict[str, tuple[tuple[int, ...]
 
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for name, layer in packed_layers(model):
-        linear: Any = layer
-        shape = (linear.out_features, linear.in_features)
+        shape = tuple(layer.stored_shape)
         found[f"{name}.weight"] = shape, packed_bytes(math.prod(shape), double_quant=layer.double_quant)
     return found
 
