@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -353,12 +354,14 @@ def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Ca
     """``init``, which fills a model or a part of one without adapters, and then the adapters: by (seed, name), the same
     in every layout, or as ``init_from`` has them. Of weights in four bits one at a time is in memory otherwise. Raises
     ModelError."""
-    from forgather_cli.adapters.directory import adapter_to_go_on
+    from forgather_cli.adapters.directory import adapter_to_go_on, check_same_base
     from forgather_cli.adapters.load import fill_from
 
-    settings = config.adapter
+    settings, option = config.adapter, cast(Any, config.model)  # one with a directory
     assert isinstance(settings, LoRASettings)
     before = None if settings.init_from is None else adapter_to_go_on(settings)
+    if before is not None:
+        check_same_base(before, Path(option.path).expanduser())
 
     def fill(part: nn.Module) -> None:
         with without_adapters(part), without_packed(part):
