@@ -1,7 +1,8 @@
 """Adapters on disk, as PEFT keeps them: ``adapter_config.json`` and ``adapter_model.safetensors``, beside the directory
 of the model that they are for.
 
-peft 0.21: ``peft_model.py: save_pretrained``, ``utils/save_and_load.py``.
+peft 0.21: ``peft_model.py: save_pretrained``, ``utils/save_and_load.py``. Of a base in four bits these files tell
+nothing, so that ``quantization_config.json`` lies beside them, in the words of transformers' ``BitsAndBytesConfig``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from forgather_cli.adapters.layers import TokenRows, is_adapter
 from forgather_cli.adapters.model import adapted_layers, targets
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.decode import decode_settings
-from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings
+from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings
 from forgather_cli.data.cache import Cache
 from forgather_cli.data.text.corpus import content_hash
 from forgather_cli.data.text.read import SourceFile
@@ -27,9 +28,11 @@ from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.hub import hub_name_of, is_hub_name, local_model
 from forgather_cli.models.files import tensor_files
+from forgather_cli.precision import compute_dtype
 from forgather_cli.terminal.bars import doing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+QUANTIZATION = "quantization_config.json"
 
 
 def base_of(directory: Path) -> dict[str, str]:
@@ -45,8 +48,8 @@ def base_of(directory: Path) -> dict[str, str]:
 
 
 def write_config(directory: Path, model: nn.Module, config: Config, trained: Iterable[str] | None = None) -> None:
-    """Write ``adapter_config.json`` of a model, or of its first part, that ``adapt`` has made. ``trained``: names of
-    all trained parameters, where it is a part."""
+    """Write ``adapter_config.json`` of a model, or of its first part, that ``adapt`` has made; where its base lies in
+    four bits ``quantization_config.json`` too. ``trained``: names of all trained parameters, where it is a part."""
     settings, option = config.adapter, cast(Any, config.model)
     assert isinstance(settings, LoRASettings)
     if trained is None:
@@ -62,7 +65,7 @@ def write_config(directory: Path, model: nn.Module, config: Config, trained: Ite
         "lora_alpha": _plain(settings.lora_alpha),
         "lora_dropout": settings.lora_dropout,
         "bias": "none",
-        "fan_in_fan_out": any(type(layer).__name__ == "AdaptedConv1D" for _, layer in adapted_layers(model)),
+        "fan_in_fan_out": any(type(layer).__name__.endswith("Conv1D") for _, layer in adapted_layers(model)),
         "target_modules": settings.target_modules,
         "target_parameters": settings.target_parameters or None,
         "modules_to_save": sorted(whole) or None,
@@ -76,6 +79,15 @@ def write_config(directory: Path, model: nn.Module, config: Config, trained: Ite
     if getattr(model, "num_experts", None):
         found |= _beside_experts(cast(Any, model).twin(), settings)
     (directory / CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if isinstance(settings, QLoRASettings):
+        how = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": settings.double_quant,
+            "bnb_4bit_compute_dtype": str(compute_dtype(config.precision)).removeprefix("torch."),
+        }
+        (directory / QUANTIZATION).write_text(json.dumps(how, indent=2) + "\n", encoding="utf-8")
 
 
 def _token_indices(model: nn.Module, trained: Iterable[str]) -> list[int] | dict[str, list[int]] | None:
@@ -138,8 +150,8 @@ _HARMLESS = (
 
 
 def read_adapter(directory: Path) -> AdapterDirectory:
-    """The adapter in a directory. Raises ModelError for one that is not LoRA or DoRA as we do it, and where its base is
-    not on this machine.
+    """The adapter in a directory. Raises ModelError for one that is not LoRA, DoRA or QLoRA as we do it, and where its
+    base is not on this machine.
     """
     file = directory / CONFIG
     found = read_json_object(file, ModelError)
@@ -161,8 +173,10 @@ def read_adapter(directory: Path) -> AdapterDirectory:
         values["alpha_pattern"] = {
             key: float(value) if isinstance(value, int) else value for key, value in values["alpha_pattern"].items()
         }
+    cls: type[LoRASettings] = DoRASettings if found.get("use_dora") else LoRASettings
+    if (directory / QUANTIZATION).is_file():
+        cls, values = QLoRASettings, {**values, "double_quant": _double_quant(directory / QUANTIZATION, cls)}
     try:
-        cls = DoRASettings if found.get("use_dora") else LoRASettings
         settings = decode_settings(cls, values)
     except (ConfigError, FieldError) as error:
         raise ModelError(f"{file}: {error}") from error
@@ -197,6 +211,18 @@ def check_same_base(adapter: AdapterDirectory, base: Path) -> None:
         )
 
 
+def _double_quant(file: Path, cls: type[LoRASettings]) -> bool:
+    """Of a base in NF4. Raises ModelError for another one."""
+    found = read_json_object(file, ModelError)
+    kind, double = found.get("bnb_4bit_quant_type"), found.get("bnb_4bit_use_double_quant", False)
+    if not found.get("load_in_4bit") or kind != "nf4" or not isinstance(double, bool) or cls is not LoRASettings:
+        raise ModelError(
+            f"{file}: must be load_in_4bit with bnb_4bit_quant_type nf4 and beside LoRA, got {kind!r:.80} beside "
+            f"{cls.type}; merge the adapter with peft"
+        )
+    return double
+
+
 def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
     """The adapter of ``init_from``. Raises ModelError where it is another kind of one than ``settings``."""
     assert settings.init_from is not None
@@ -206,7 +232,7 @@ def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
     found = read_adapter(directory)
     for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         there, here = getattr(found.settings, key), getattr(settings, key)
-        if there != here:
+        if there != here and {there, here} != {"lora", "qlora"}:  # whose adapters are the same matrices
             name = "adapter" if key == "type" else f"adapter.{key}"
             raise ModelError(f"{name}: the adapter in {directory} has {there}, got {here}; set {name}={there}")
     return found

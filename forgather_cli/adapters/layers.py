@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,9 @@ from torch import Generator, Tensor, nn
 from forgather_cli.adapters.nf4 import NF4Linear
 from forgather_cli.models.resize import rows_like
 from forgather_cli.shards import fill_local, is_sharded, local
+
+AT_ONCE = 2**22
+"""Numbers of a weight that are in fp32 at a time, for DoRA's norms."""
 
 
 @dataclass(frozen=True)
@@ -75,24 +78,53 @@ class AdaptedLinear(Adapted):
     lora_magnitude_vector: nn.Parameter | None
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(x)
-        shape = self.adapter
-        given = x.to(self.lora_A.weight.dtype)  # autocast rounds it again
+        shape, flat = self.adapter, x.flatten(0, -2)
+        out: Tensor = super().forward(flat)
+        # of fp32 autocast would make another copy, to round it
+        given = flat if torch.is_autocast_enabled(x.device.type) else flat.to(self.lora_A.weight.dtype)
         dropped = F.dropout(given, shape.dropout, self.training) if shape.dropout else given
-        low = self.lora_B(self.lora_A(dropped))
-        if not shape.is_dora:
-            return (out + low * shape.scaling).to(out.dtype)
+        low = self.lora_A(dropped) * shape.scaling
+        out = self._directed(out, dropped, low) if shape.is_dora else self._plus(out, low)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _plus(self, out: Tensor, low: Tensor) -> Tensor:
+        """``out`` and the product, in the memory of ``out``: nothing else needs what the layer itself gives."""
+        raised = self.lora_B.weight
+        if torch.is_autocast_enabled(out.device.type):  # which leaves products in place alone
+            raised = raised.to(out.dtype)
+        if low.dtype == raised.dtype == out.dtype:
+            return out.addmm_(low, raised.t())
+        return (out + F.linear(low, raised)).to(out.dtype)
+
+    def _directed(self, out: Tensor, dropped: Tensor, low: Tensor) -> Tensor:
+        """DoRA: what is beside the bias is scaled, whose part without dropout is not."""
         assert self.lora_magnitude_vector is not None
-        with torch.no_grad():  # section 4.3 of the paper: the norm is a constant of the step
-            norms = self._weight().float().add(self._product()).norm(dim=1)
-            zero = (norms == 0).float()  # rows of zeros have no direction yet: LoRA gives them one
-        scale = self.lora_magnitude_vector / (norms + zero) + zero
         bias = getattr(self, "bias", None)
-        if shape.dropout and self.training:
+        plain = out
+        if self.adapter.dropout and self.training:
             plain = F.linear(dropped, self._weight().to(dropped.dtype))
-        else:
-            plain = out if bias is None else out - bias
-        return (out + (scale - 1) * plain + scale * low * shape.scaling).to(out.dtype)
+        elif bias is not None:
+            plain = out - bias
+        start = self._plus(out, low)
+        whole = start if plain is out else self._plus(plain, low)
+        norms = self._norms()
+        zero = (norms == 0).float()  # rows of zeros have no direction yet: LoRA gives them one
+        scale = self.lora_magnitude_vector / (norms + zero) + zero
+        return torch.addcmul(start, whole, (scale - 1).to(whole.dtype))  # of which half precision rounds the change
+
+    @torch.no_grad()  # section 4.3 of the paper: the norm is a constant of the step
+    def _norms(self) -> Tensor:
+        """Of the rows of W + scaling B A, fp32, without making it: |W|^2 + 2 scaling W A' B' + |scaling B A|^2."""
+        weight, scaling = self._weight(), self.adapter.scaling
+        lower, raised = self.lora_A.weight.float(), self.lora_B.weight.float() * scaling
+        with torch.autocast(weight.device.type, enabled=False):
+            squares = ((raised @ (lower @ lower.T)) * raised).sum(1)
+            # some rows at a time: a whole matrix in fp32 may be larger than a step's activations
+            several = max(1, AT_ONCE // weight.shape[1])
+            for rows, b, square in zip(*(torch.split(t, several) for t in (weight, raised, squares)), strict=True):
+                part = rows.float()
+                square += torch.linalg.vector_norm(part, dim=1).square() + 2 * ((part @ lower.T) * b).sum(1)
+        return squares.clamp_min_(0).sqrt_()
 
     def _weight(self) -> Tensor:
         """(out, in)."""
@@ -121,7 +153,7 @@ class AdaptedConv1D(AdaptedLinear):
     """The linear layer of GPT-2 in transformers, whose weight is (in, out)."""
 
     def _weight(self) -> Tensor:
-        return self.weight.T
+        return self.unpacked() if isinstance(self, NF4Linear) else self.weight.T
 
     def merged(self, name: str = "weight") -> Tensor:
         return super().merged().T.contiguous()
@@ -286,9 +318,8 @@ def sizes(layer: nn.Module) -> tuple[int, int] | None:
         return layer.in_features, layer.out_features
     if isinstance(layer, nn.Embedding):
         return layer.num_embeddings, layer.embedding_dim
-    if type(layer).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.ndim == 2:
-        return weight.shape[0], weight.shape[1]
-    return None
+    shape: Any = layer.stored_shape if isinstance(layer, NF4Linear) else getattr(weight, "shape", ())
+    return (shape[0], shape[1]) if type(layer).__name__.endswith("Conv1D") and len(shape) == 2 else None
 
 
 def attach(layer: nn.Module, shape: Shape, dtype: torch.dtype) -> None:
@@ -307,7 +338,7 @@ def attach(layer: nn.Module, shape: Shape, dtype: torch.dtype) -> None:
         _add_pair(layer, inner, shape.rank, outer, options)
         if shape.is_dora:
             layer.lora_magnitude_vector = nn.Parameter(torch.ones(outer, **options))
-    layer.__class__ = _mixed(kind, type(layer))
+    layer.__class__ = _mixed(cast(Any, kind), cast(Any, type(layer)))
     layer.adapter = shape  # type: ignore[assignment]
 
 
@@ -321,13 +352,14 @@ def attach_to_parameters(module: nn.Module, shapes: dict[str, Shape], dtype: tor
         experts, inner, outer = parameter_sizes(module, name)
         options = {"dtype": dtype, "device": module.get_parameter(name).device}
         _add_pair(holder, inner, shape.rank * experts, outer, options)
-    module.__class__ = _mixed(AdaptedParameters, type(module))
+    module.__class__ = _mixed(AdaptedParameters, cast(Any, type(module)))
     module.adapters = shapes  # type: ignore[assignment]
 
 
 def _add_pair(module: nn.Module, inner: int, rank: int, outer: int, options: dict[str, Any]) -> None:
     for name, width, height in (("lora_A", inner, rank), ("lora_B", rank, outer)):
-        module.add_module(name, nn.utils.skip_init(nn.Linear, width, height, bias=False, **options))
+        made = nn.utils.skip_init(nn.Linear, width, height, bias=False, **options)  # type: ignore[no-untyped-call]
+        module.add_module(name, made)
 
 
 def attach_rows(
@@ -340,7 +372,8 @@ def attach_rows(
         rows = torch.empty(len(token_ids), weight.shape[1], dtype=dtype, device=weight.device)
         layer.token_adapter = nn.Module()
         layer.token_adapter.trainable_tokens_delta = nn.Parameter(rows)
-    layer.__class__ = _mixed(EmbeddingRows if isinstance(layer, nn.Embedding) else HeadRows, type(layer))
+    kind: Any = EmbeddingRows if isinstance(layer, nn.Embedding) else HeadRows
+    layer.__class__ = _mixed(kind, cast(Any, type(layer)))
     made: Any = layer
     made.token_ids, made.source, made.is_new = token_ids, (tied_to or layer,), is_new
 

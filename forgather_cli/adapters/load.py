@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,17 @@ from torch import Tensor, nn
 
 from forgather_cli.adapters.directory import CONFIG, WEIGHTS, AdapterDirectory, base_of, own_name
 from forgather_cli.adapters.layers import is_adapter
-from forgather_cli.adapters.model import attach_adapters, attach_rows_of, parameter_targets, targets
+from forgather_cli.adapters.model import (
+    attach_adapters,
+    attach_rows_of,
+    fill_base,
+    parameter_targets,
+    targets,
+    to_four_bits,
+)
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import TensorReader
+from forgather_cli.config.schema import QLoRASettings
 from forgather_cli.errors import ModelError
 from forgather_cli.shards import fill_local, not_finite
 
@@ -31,6 +40,20 @@ def check_base(adapter: AdapterDirectory, reader: Reader | None) -> None:
             f"{before.get('sha256')!s:.12}), and {adapter.base} holds another (sha256 {now['sha256']:.12}); bring that "
             "one back"
         )
+
+
+def as_base(
+    model: nn.Module, adapter: AdapterDirectory, option: Any, fill: Callable[[nn.Module], None]
+) -> Callable[[nn.Module], None]:
+    """Have ``model`` (on meta) hold its weights as they were beside the adapter's training. Returns what fills it,
+    which is ``fill`` but for weights in four bits. Raises ModelError."""
+    if not isinstance(adapter.settings, QLoRASettings):
+        return fill
+    for name, parameter in model.named_parameters():
+        ends = tuple(f".{each}" for each in adapter.modules_to_save)
+        parameter.requires_grad_(f".{name.rpartition('.')[0]}".endswith(ends))
+    to_four_bits(model, adapter.settings)
+    return lambda part: fill_base(part, option, fill, torch.float32)
 
 
 def with_adapter(model: nn.Module, adapter: AdapterDirectory, dtype: torch.dtype = torch.float32) -> nn.Module:

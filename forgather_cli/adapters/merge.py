@@ -1,4 +1,5 @@
-"""A whole model of a base and an adapter: each adapted matrix plus its product, summed in fp32, in the base's dtype."""
+"""A whole model of a base and an adapter: each adapted matrix plus its product, summed in fp32, in the base's dtype.
+Matrices that the adapter was trained beside in four bits are unpacked."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from forgather_cli.adapters.directory import AdapterDirectory
 from forgather_cli.adapters.layers import TokenRows
 from forgather_cli.adapters.model import adapted_layers, without_adapters
+from forgather_cli.adapters.nf4 import packed_layers
 from forgather_cli.checkpoint.tensors import spec_of, write_weights
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
@@ -34,13 +36,14 @@ def write_merged(found: Located, adapter: AdapterDirectory, directory: Path) -> 
     if generation.is_file():
         (directory / generation.name).write_bytes(generation.read_bytes())
     source.tokenizer.save(directory)
-    write_weights(directory, [spec_of(name, t.dtype, tuple(t.shape)) for name, t in rows.base.items()], rows)
+    write_weights(directory, [spec_of(name, *rows.kind(name)) for name in rows.base], rows)
 
 
 class MergedRows:
     """The tensors of a model without its adapters, by full name, each merged when it is asked for."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._packed = {f"{name}.weight": layer for name, layer in packed_layers(model)}
         self._layers = {f"{name}.{own}": (layer, own) for name, layer in adapted_layers(model) for own in layer.adapted}
         with without_adapters(model):
             every: dict[str, Tensor] = model.state_dict(keep_vars=True)
@@ -59,10 +62,16 @@ class MergedRows:
         sources = {id(layer.source[0]) if isinstance(layer, TokenRows) else None for layer in layers}
         return not layers or (len(layers) == len(names) and len(sources) == 1 and None not in sources)
 
+    def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of a tensor, the base's."""
+        if (layer := self._packed.get(name)) is not None:
+            return layer.stored_dtype, tuple(layer.stored_shape)
+        return self.base[name].dtype, tuple(self.base[name].shape)
+
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.base[name].detach()
-        if name not in self._layers:
-            return tensor
-        layer, own = self._layers[name]
-        return layer.merged(own).to(tensor.dtype)
+        dtype, _ = self.kind(name)
+        if name in self._layers:
+            layer, own = self._layers[name]
+            return layer.merged(own).to(dtype)
+        return self._packed[name].as_stored().to(dtype) if name in self._packed else self.base[name].detach()

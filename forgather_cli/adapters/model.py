@@ -23,7 +23,6 @@ from forgather_cli.adapters.layers import (
     attach,
     attach_rows,
     attach_to_parameters,
-    is_adapter,
     parameter_sizes,
     sizes,
     start_magnitudes,
@@ -34,7 +33,7 @@ from forgather_cli.errors import ModelError
 from forgather_cli.models.build import tensor_reader
 from forgather_cli.models.init import stable_seed
 from forgather_cli.models.parts import train_only
-from forgather_cli.precision import half_dtype, parameter_dtype
+from forgather_cli.precision import compute_dtype, half_dtype, parameter_dtype
 from forgather_cli.shards import fill_local
 
 
@@ -77,12 +76,7 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         if half is not None and isinstance(layer, nn.Embedding):
             layer.register_forward_hook(_in_fp32)
     if isinstance(settings, QLoRASettings):
-        need_bitsandbytes()
-        head = output_layer(model)
-        for name, layer in model.named_modules():
-            is_frozen = isinstance(layer, nn.Linear) and not layer.weight.requires_grad
-            if is_frozen and layer is not head and name not in parameters:
-                freeze(layer, double_quant=settings.double_quant)
+        account.append(to_four_bits(model, settings))
         if whole := _kinds(model, [name for name, p in model.named_parameters() if p.ndim > 2]):
             account.append(f"not in four bits, but in {half or dtype}: {', '.join(whole)}".replace("torch.", ""))
     attach_adapters(model, settings, layers, parameters, dtype)
@@ -146,6 +140,29 @@ def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: t
         return
     attach_rows_of(model, settings, dtype)
     yield f"rows of {number} tokens are trained: {', '.join(rows)}"
+
+
+def to_four_bits(model: nn.Module, settings: QLoRASettings) -> str:
+    """Have the frozen linear layers of ``model`` but the head hold their weights in four bits, as transformers does.
+
+    Returns the account for the log. Raises ModelError where there are none.
+    """
+    need_bitsandbytes()
+    head, total = output_layer(model), sum(p.numel() for p in model.parameters())
+    parameters = parameter_targets(model, settings)
+    layers = [
+        layer
+        for name, layer in model.named_modules()
+        if sizes(layer) and layer is not head and not isinstance(layer, nn.Embedding) and name not in parameters
+        if not any(p.requires_grad for p in layer.parameters(recurse=False) if p.ndim > 1)
+    ]
+    if not layers:
+        raise ModelError(
+            f"adapter: qlora packs frozen linear layers, and {type(getattr(model, 'theirs', model)).__name__} has none "
+            "beside its head; set adapter=lora"
+        )
+    packed = sum(freeze(layer, double_quant=settings.double_quant) for layer in layers)
+    return f"in four bits (NF4): {len(layers)} matrices with {packed / total:.1%} of the weights"
 
 
 def _not_served(model: nn.Module, settings: LoRASettings, config: Config) -> Iterator[str]:
@@ -364,17 +381,23 @@ def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Ca
         check_same_base(before, Path(option.path).expanduser())
 
     def fill(part: nn.Module) -> None:
-        with without_adapters(part), without_packed(part):
-            init(part)
-        if any(True for _ in packed_layers(part)):
-            device = next(p.device for n, p in part.named_parameters() if is_adapter(n))
-            read_packed(part, tensor_reader(config.model, part), half_dtype(config.precision) or torch.float32, device)
+        fill_base(part, config.model, init, compute_dtype(config.precision))
         if before is None:
             start(part, seed)
         else:
             fill_from(part, before)
 
     return fill
+
+
+def fill_base(part: nn.Module, option: Any, init: Callable[[nn.Module], None], dtype: torch.dtype) -> None:
+    """Fill what the model option says, all but adapters: by ``init``, and weights in four bits one by one, which are
+    computed with in ``dtype``. Raises ModelError."""
+    with without_adapters(part), without_packed(part):
+        init(part)
+        device = next(part.parameters()).device
+    if any(True for _ in packed_layers(part)):
+        read_packed(part, tensor_reader(option, part), dtype, device)
 
 
 @torch.no_grad()
@@ -406,7 +429,7 @@ def without_adapters(part: nn.Module) -> Iterator[None]:
     """Inside, the adapters' parameters are not there, so that what fills a model by its names fills the base."""
     taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for _, layer in adapted_layers(part):
-        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)  # type: ignore[assignment]
+        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)
         for members in kinds:
             own = {name: members.pop(name) for name in list(members) if name.startswith(MEMBERS)}
             taken.append((members, own))

@@ -145,4 +145,6 @@ def _proof(proof: dict[str, Any]) -> dict[str, str]:
             f"perplexity {merge['perplexity_ratio']:.5f} times that of base and adapter apart "
             f"(bound {merge['bound']:g}), logits differ by at most {merge['max_logit_difference']:.3g}"
         )
+        if (ratio := merge.get("perplexity_ratio_to_stored_base")) is not None:
+            facts["four bits"] = f"perplexity {ratio:.5f} times that of the adapter beside the base as it is stored"
     return facts

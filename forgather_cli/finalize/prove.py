@@ -79,9 +79,11 @@ class Reference:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure_source(found: Located, sample: Sample, vocab: int, rounding: torch.dtype | None) -> Reference:
-    """Load the source in the dtype of its files, and let it go again."""
-    source = load_located(found, dtype=None)
+def measure_source(
+    found: Located, sample: Sample, vocab: int, rounding: torch.dtype | None, *, as_stored: bool = False
+) -> Reference:
+    """Load the source in the dtype of its files, and let it go again. ``as_stored``: see ``load_located``."""
+    source = load_located(found, dtype=None, as_stored=as_stored)
     exact = _measured(source.model, sample, vocab, source.device)
     rounded = None
     if rounding is not None:
@@ -163,10 +165,11 @@ def compare_result(directory: Path, reference: Reference, sample: Sample, option
     return proof
 
 
-def compare_merge(merged: Measured, apart: Measured) -> dict[str, float]:
-    """How far the merged model is from base and adapter apart: rounding to the base's dtype, once more than there.
+def compare_merge(merged: Measured, apart: Measured, stored: Measured | None) -> dict[str, float]:
+    """How far the merged model is from base and adapter apart, as they were trained: rounding to the base's dtype, once
+    more than there. Of a base in four bits also how far from the adapter beside the base that is ``stored``.
 
-    Raises ProofError beyond the bound on the ratio of the perplexities.
+    Raises ProofError beyond the bound on the first ratio of the perplexities.
     """
     ratio = math.exp(min(merged.loss - apart.loss, 700.0))
     if not ratio <= MERGE_BOUND:
@@ -178,6 +181,11 @@ def compare_merge(merged: Measured, apart: Measured) -> dict[str, float]:
         "perplexity_ratio": ratio,
         "max_logit_difference": float((merged.logits - apart.logits).abs().max()),
         "bound": MERGE_BOUND,
+        **(
+            {}
+            if stored is None
+            else {"perplexity_ratio_to_stored_base": math.exp(min(merged.loss - stored.loss, 700.0))}
+        ),
     }
 
 

@@ -87,6 +87,17 @@ def test_forward_gradients_files_and_merge_are_those_of_peft(case: str, bases: d
         torch.testing.assert_close(rows[name], wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
+def test_an_adapter_begins_as_the_base_and_by_seed_and_name(bases: dict[str, Path]) -> None:
+    config = against_peft.config_of(bases["qwen"], "adapter=lora", "adapter.r=4", EXPERTS, model="transformers")
+    model = against_peft.ours(config)
+    plain = AutoModelForCausalLM.from_pretrained(bases["qwen"])
+    torch.testing.assert_close(model(against_peft.IDS), plain(against_peft.IDS).logits, rtol=1e-5, atol=1e-5)
+    again, other = (dict(against_peft.ours(config, seed).named_parameters()) for seed in (1, 3))
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again[name])
+        assert torch.equal(parameter, other[name]) == (not name.endswith("lora_A.weight"))
+
+
 def test_an_adapter_of_peft_is_read(bases: dict[str, Path], tmp_path: Path) -> None:
     """With all that it takes for all-linear of a model with experts: these, and the routers."""
     settings = LoraConfig(r=3, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")

@@ -28,7 +28,7 @@ from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import ModelError
 from forgather_cli.inference.source import locate
-from forgather_cli.models.build import build_model, initialize
+from forgather_cli.models.build import build_model, fill, initialize
 from forgather_cli.models.init import allocate
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]  # peft's, of transformers
@@ -228,3 +228,12 @@ def test_one_of_two_that_share_a_weight_trained_by_peft_is_refused(name: str, wi
     config = against_peft.config_of(with_tokenizer[True])
     with pytest.raises(ModelError, match="was trained apart from what shares it"):
         with_adapter(built(config), read_adapter(Path("peft")))
+
+
+@pytest.mark.parametrize("model", ["pretrained", "transformers"])
+def test_rows_of_added_tokens_are_the_bases_beside_an_adapter(model: str, bases: dict[str, Path]) -> None:
+    config = against_peft.config_of(bases["tied"], "adapter=lora", model=model)
+    filled = built(config)
+    fill(config, torch.device("cpu"), filled, 0, num_known=SHAPE["vocab_size"] - 2)
+    for name, tensor in AutoModelForCausalLM.from_pretrained(bases["tied"]).state_dict().items():
+        assert torch.equal(filled.state_dict()[name], tensor), name
