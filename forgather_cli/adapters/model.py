@@ -49,6 +49,11 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
 
         there = adapter_to_go_on(settings).settings.trainable_token_indices
         settings = replace(settings, trainable_token_indices=there)
+    if getattr(model, "is_encoder_decoder", False):
+        raise ModelError(
+            f"adapter: {settings.type} does not adapt encoder-decoders yet, got a {type(model).__name__}; set "
+            "adapter=none"
+        )
     layers, parameters = targets(model, settings), parameter_targets(model, settings)
     adapted = [f"{name}.weight" for name in layers] + [
         f"{path}.{own}" for path in parameters for own in parameters[path]
