@@ -26,6 +26,7 @@ from forgather_cli.data.text.read import SourceFile
 from forgather_cli.documents.fields import FieldError
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.hub import hub_name_of, is_hub_name, local_model
 from forgather_cli.models.files import tensor_files
 from forgather_cli.precision import compute_dtype
 from forgather_cli.terminal.bars import doing
@@ -53,12 +54,13 @@ def write_config(directory: Path, model: nn.Module, config: Config, trained: Ite
     assert isinstance(settings, LoRASettings)
     if trained is None:
         trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    place = Path(option.path).expanduser().resolve()
     whole = {name.rpartition(".")[0] for name in trained if not is_adapter(name)}
     found = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
-        "base_model_name_or_path": str(Path(option.path).expanduser().resolve()),
+        "base_model_name_or_path": hub_name_of(place) or str(place),  # by name for other machines
         "r": settings.r,
         "lora_alpha": _plain(settings.lora_alpha),
         "lora_dropout": settings.lora_dropout,
@@ -180,13 +182,28 @@ def read_adapter(directory: Path) -> AdapterDirectory:
     base, saved = found.get("base_model_name_or_path"), found.get("modules_to_save") or []
     if not isinstance(base, str) or not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
         raise ModelError(f"{file}: names no base_model_name_or_path, or modules_to_save is no list of names")
-    place = Path(base) if Path(base).is_absolute() or Path(base).exists() else directory / base
+    if is_hub_name(base) and not (directory / base).exists():
+        place = local_model(base, f"{file}: base_model_name_or_path")
+    else:
+        place = Path(base) if Path(base).is_absolute() or Path(base).exists() else directory / base
     if not (place / "config.json").is_file():
         raise ModelError(
             f"{file}: the model that it is for is not at {base}; bring it there, or write its directory into "
             "base_model_name_or_path"
         )
     return AdapterDirectory(directory, settings, place, tuple(saved))
+
+
+def check_same_base(adapter: AdapterDirectory, base: Path) -> None:
+    """Raise ModelError where an adapter that is gone on from is for another model than that in ``base``."""
+    if adapter.base.resolve() == base.resolve():
+        return
+    theirs, ours = base_of(adapter.base)["sha256"], base_of(base)["sha256"]
+    if theirs != ours:
+        raise ModelError(
+            f"adapter.init_from: the adapter in {adapter.path} is for the model in {adapter.base} (sha256 "
+            f"{theirs:.12}), and model.path={base} holds another (sha256 {ours:.12}); set model.path to that one"
+        )
 
 
 def _double_quant(file: Path, cls: type[LoRASettings]) -> bool:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Generator, Tensor, nn
@@ -51,6 +52,11 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
 
         there = adapter_to_go_on(settings).settings.trainable_token_indices
         settings = replace(settings, trainable_token_indices=there)
+    if getattr(model, "is_encoder_decoder", False):
+        raise ModelError(
+            f"adapter: {settings.type} does not adapt encoder-decoders yet, got a {type(model).__name__}; set "
+            "adapter=none"
+        )
     layers, parameters = targets(model, settings), parameter_targets(model, settings)
     adapted = [f"{name}.weight" for name in layers] + [
         f"{path}.{own}" for path in parameters for own in parameters[path]
@@ -386,12 +392,14 @@ def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Ca
     """``init``, which fills a model or a part of one without adapters, and then the adapters: by (seed, name), the same
     in every layout, or as ``init_from`` has them. Of weights in four bits one at a time is in memory otherwise. Raises
     ModelError."""
-    from forgather_cli.adapters.directory import adapter_to_go_on
+    from forgather_cli.adapters.directory import adapter_to_go_on, check_same_base
     from forgather_cli.adapters.load import fill_from
 
-    settings = config.adapter
+    settings, option = config.adapter, cast(Any, config.model)  # one with a directory
     assert isinstance(settings, LoRASettings)
     before = None if settings.init_from is None else adapter_to_go_on(settings)
+    if before is not None:
+        check_same_base(before, Path(option.path).expanduser())
 
     def fill(part: nn.Module) -> None:
         fill_base(part, config.model, init, compute_dtype(config.precision))

@@ -52,6 +52,7 @@ from forgather_cli.finalize.tokens import (
     read_new_tokens,
     write_chat_template,
 )
+from forgather_cli.hub import hub_name_of
 from forgather_cli.inference.source import Located
 from forgather_cli.models.pretrained import AUTO_MAP, ENCODER_DECODER, MODELING_FILE
 from forgather_cli.terminal.bars import Bar, doing
@@ -316,8 +317,11 @@ def _without_code(job: FinalizePlan, source: Path, directory: Path, say: Say) ->
 def _adapter(job: FinalizePlan) -> dict[str, Any]:
     adapter = job.chosen.adapter
     assert adapter is not None
-    return {"type": adapter.settings.type, "r": adapter.settings.r, "base": str(adapter.base.resolve())} | {
-        "merged": job.chosen.is_merged
+    return {
+        "type": adapter.settings.type,
+        "r": adapter.settings.r,
+        "base": hub_name_of(adapter.base.resolve()) or str(adapter.base.resolve()),
+        "merged": job.chosen.is_merged,
     }
 
 

@@ -136,6 +136,12 @@ def test_another_base_is_refused_with_both_hashes(
     assert "model.path: the adapter is for the model that" in said
     assert said.count("(sha256 ") == 2
     assert forgather("finalize", "run", "whole", "--merge") == 2
+    going_on = ("adapter=lora", f"adapter.init_from={newest('run')}", "max_steps=2", "output_dir=more")
+    capsys.readouterr()
+    assert forgather(*words(base, *going_on)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "set model.path to that one" in said
+    assert said.count("(sha256 ") == 2
     assert (newest("run").parent / NAME).exists()
 
 
