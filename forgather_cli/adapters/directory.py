@@ -201,7 +201,7 @@ def check_same_base(adapter: AdapterDirectory, base: Path) -> None:
     theirs, ours = base_of(adapter.base)["sha256"], base_of(base)["sha256"]
     if theirs != ours:
         raise ModelError(
-            f"adapter.init_from: the adapter in {adapter.path} is for the model in {adapter.base} (sha256 "
+            f"adapter.from_adapter: the adapter in {adapter.path} is for the model in {adapter.base} (sha256 "
             f"{theirs:.12}), and model.path={base} holds another (sha256 {ours:.12}); set model.path to that one"
         )
 
@@ -219,11 +219,11 @@ def _double_quant(file: Path, cls: type[LoRASettings]) -> bool:
 
 
 def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
-    """The adapter of ``init_from``. Raises ModelError where it is another kind of one than ``settings``."""
-    assert settings.init_from is not None
-    directory = Path(settings.init_from).expanduser()
+    """The adapter of ``from_adapter``. Raises ModelError where it is another kind of one than ``settings``."""
+    assert settings.from_adapter is not None
+    directory = Path(settings.from_adapter).expanduser()
     if not (directory / CONFIG).is_file():
-        raise ModelError(f"adapter.init_from: {directory} has no {CONFIG}; give the directory of an adapter")
+        raise ModelError(f"adapter.from_adapter: {directory} has no {CONFIG}; give the directory of an adapter")
     found = read_adapter(directory)
     for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         there, here = getattr(found.settings, key), getattr(settings, key)

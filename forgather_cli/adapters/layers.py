@@ -30,7 +30,7 @@ AT_ONCE = 2**22
 
 
 @dataclass(frozen=True)
-class Shape:
+class LowRank:
     """What an adapter beside one layer is."""
 
     rank: int
@@ -44,7 +44,7 @@ class Shape:
 class Adapted(nn.Module):
     """A layer with an adapter. ``attach`` makes one of a layer that is there."""
 
-    adapter: Shape
+    adapter: LowRank
     weight: Tensor
 
     @property
@@ -187,7 +187,7 @@ class AdaptedParameters(Adapted):
     """A module that multiplies with its own parameters: in its forward each is W + scaling B A, of experts for each of
     them (peft 0.21, ``ParamWrapper``). Legend: X experts."""
 
-    adapters: dict[str, Shape]
+    adapters: dict[str, LowRank]
     """By parameter, in the order in which the module has them."""
 
     def forward(self, *args: Any, **inputs: Any) -> Any:
@@ -294,7 +294,7 @@ def _is_in_out(module: nn.Module) -> bool:
     return bool(getattr(module, "is_transposed", False))
 
 
-def _start(name: str, tensor: Tensor, generator: Generator, shape: Shape) -> None:
+def _start(name: str, tensor: Tensor, generator: Generator, shape: LowRank) -> None:
     if name.endswith("lora_B.weight"):
         tensor.zero_()
     elif shape.is_gaussian:
@@ -322,7 +322,7 @@ def sizes(layer: nn.Module) -> tuple[int, int] | None:
     return (shape[0], shape[1]) if type(layer).__name__.endswith("Conv1D") and len(shape) == 2 else None
 
 
-def attach(layer: nn.Module, shape: Shape, dtype: torch.dtype) -> None:
+def attach(layer: nn.Module, shape: LowRank, dtype: torch.dtype) -> None:
     """Make ``layer`` an adapted one, in place; its adapter's parameters are of ``dtype``, on meta if the weight is."""
     found = sizes(layer)
     assert found is not None
@@ -342,7 +342,7 @@ def attach(layer: nn.Module, shape: Shape, dtype: torch.dtype) -> None:
     layer.adapter = shape  # type: ignore[assignment]
 
 
-def attach_to_parameters(module: nn.Module, shapes: dict[str, Shape], dtype: torch.dtype) -> None:
+def attach_to_parameters(module: nn.Module, shapes: dict[str, LowRank], dtype: torch.dtype) -> None:
     """Make ``module`` one whose parameters have adapters, in place; ``shapes`` are in the module's order."""
     holder = module
     for number, (name, shape) in enumerate(reversed(shapes.items())):

@@ -18,7 +18,7 @@ from forgather_cli.adapters.layers import (
     MEMBERS,
     Adapted,
     AdaptedLinear,
-    Shape,
+    LowRank,
     TokenRows,
     attach,
     attach_rows,
@@ -47,7 +47,7 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
     the residual stream does (under fsdp2 both are what its policy makes them). Returns the account for the log. Raises
     ModelError.
     """
-    if settings.init_from is not None and settings.trainable_token_indices is None:
+    if settings.from_adapter is not None and settings.trainable_token_indices is None:
         from forgather_cli.adapters.directory import adapter_to_go_on
 
         there = adapter_to_go_on(settings).settings.trainable_token_indices
@@ -112,8 +112,8 @@ def attach_adapters(
 ) -> None:
     """Give the layers and parameters that ``targets`` and ``parameter_targets`` have found adapters, in place."""
 
-    def shape(name: str) -> Shape:
-        return Shape(
+    def shape(name: str) -> LowRank:
+        return LowRank(
             settings.rank_of(name), settings.scaling_of(name), settings.lora_dropout,
             is_dora=isinstance(settings, DoRASettings), is_gaussian=settings.init_lora_weights == "gaussian",
         )  # fmt: skip
@@ -328,7 +328,7 @@ def _check(
         for name in own:
             widths[f"{path}.{name}"] = min(parameter_sizes(module, name)[1:])
     for name, width in widths.items():
-        if (rank := settings.rank_of(name)) > width and settings.init_from is None:
+        if (rank := settings.rank_of(name)) > width and settings.from_adapter is None:
             raise ModelError(
                 f"adapter.r: {rank} is above the width of {name}, {width}; set adapter.r={width} or less, or a smaller "
                 "one for it in adapter.rank_pattern"
@@ -390,14 +390,14 @@ def _kinds(model: nn.Module, names: list[str]) -> list[str]:
 
 def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Callable[[nn.Module], None]:
     """``init``, which fills a model or a part of one without adapters, and then the adapters: by (seed, name), the same
-    in every layout, or as ``init_from`` has them. Of weights in four bits one at a time is in memory otherwise. Raises
+    in every layout, or as ``from_adapter`` has them. Of weights in four bits one at a time is in memory otherwise. Raises
     ModelError."""
     from forgather_cli.adapters.directory import adapter_to_go_on, check_same_base
     from forgather_cli.adapters.load import fill_from
 
     settings, option = config.adapter, cast(Any, config.model)  # one with a directory
     assert isinstance(settings, LoRASettings)
-    before = None if settings.init_from is None else adapter_to_go_on(settings)
+    before = None if settings.from_adapter is None else adapter_to_go_on(settings)
     if before is not None:
         check_same_base(before, Path(option.path).expanduser())
 

@@ -163,7 +163,7 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
             )
         # what was trained as a whole is not packed
         whole = [rf"(^|\.){re.escape(name)}\.[^.]*$" for name in adapter.modules_to_save] or None
-        settings = replace(adapter.settings, init_from=str(found.directory))
+        settings = replace(adapter.settings, from_adapter=str(found.directory))
         config = replace(config, adapter=settings, trainable=whole)
     init = partial(fill, config, device, seed=0) if is_directory else None
     build = partial(construct, config, device, vocab_size=data.vocab_size, seq_len=data.seq_len)

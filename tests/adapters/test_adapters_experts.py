@@ -206,7 +206,7 @@ def test_a_run_is_finalized_both_ways_and_gone_on_from(
         assert forgather("eval", source, *words[3:5], "data.seq_len=16", "precision=fp32", "--json") == 0
         losses.append(json.loads(capsys.readouterr().out)["eval_loss"])
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
-    assert forgather(*words, "adapter.init_from=adapter", "learning_rate=0", "max_steps=1", "output_dir=on") == 0
+    assert forgather(*words, "adapter.from_adapter=adapter", "learning_rate=0", "max_steps=1", "output_dir=on") == 0
     before, after = load_file("adapter/adapter_model.safetensors"), load_file(runs.newest("on") / WEIGHTS)
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

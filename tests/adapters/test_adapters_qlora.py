@@ -237,7 +237,7 @@ def test_a_run_is_evaluated_and_finalized_as_it_was_trained(
     assert said.code == 2
     assert "runs under trainer=single and ddp" in " ".join(said.err.split())
     # its matrices go on beside the base as it is stored, too
-    more = ("adapter=lora", "adapter.init_from=adapter", "max_steps=1", "learning_rate=0", "output_dir=other")
+    more = ("adapter=lora", "adapter.from_adapter=adapter", "max_steps=1", "learning_rate=0", "output_dir=other")
     assert forgather("train", "model=pretrained", *words, *more) == 0
     other = RunDir(Path("other")).checkpoint(1) / "model"
     assert not (other / QUANTIZATION).exists()

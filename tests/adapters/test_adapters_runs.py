@@ -111,7 +111,13 @@ def test_an_adapter_of_peft_is_gone_on_from_and_merged(base: Path) -> None:
     assert forgather("finalize", "peft", "whole", "--merge", "--text", str(Path(__file__))) == 0
     merged = AutoModelForCausalLM.from_pretrained("whole")
     torch.testing.assert_close(merged(IDS).logits, theirs(IDS).logits, rtol=1e-4, atol=1e-4)
-    same = ("adapter=lora", "adapter.r=4", "lora_alpha=8", "target_modules=[q_proj,up_proj]", "adapter.init_from=peft")
+    same = (
+        "adapter=lora",
+        "adapter.r=4",
+        "lora_alpha=8",
+        "target_modules=[q_proj,up_proj]",
+        "adapter.from_adapter=peft",
+    )
     assert forgather(*words(base, *same, "max_steps=1", "learning_rate=0")) == 0
     before, after = load_file("peft/adapter_model.safetensors"), load_file(newest("run") / "adapter_model.safetensors")
     assert before.keys() == after.keys()
@@ -136,7 +142,7 @@ def test_another_base_is_refused_with_both_hashes(
     assert "model.path: the adapter is for the model that" in said
     assert said.count("(sha256 ") == 2
     assert forgather("finalize", "run", "whole", "--merge") == 2
-    going_on = ("adapter=lora", f"adapter.init_from={newest('run')}", "max_steps=2", "output_dir=more")
+    going_on = ("adapter=lora", f"adapter.from_adapter={newest('run')}", "max_steps=2", "output_dir=more")
     capsys.readouterr()
     assert forgather(*words(base, *going_on)) == 2
     said = " ".join(capsys.readouterr().err.split())
@@ -165,7 +171,7 @@ MISTAKES = {
     ("adapter=lora", "target_modules=[lm_head]", "loss=linear_cross_entropy"): "loss: linear_cross_entropy multiplies",
     ("adapter=lora", "trainable=[nrm]"): "trainable: no parameter of Decoder has a name like 'nrm'",
     ("adapter=lora", "adapter.rank_pattern={q_prj: 2}"): "no adapted layer is 'q_prj'",
-    ("adapter=lora", "adapter.init_from=nowhere"): "adapter.init_from: nowhere has no adapter_config.json",
+    ("adapter=lora", "adapter.from_adapter=nowhere"): "adapter.from_adapter: nowhere has no adapter_config.json",
 }  # fmt: skip
 
 

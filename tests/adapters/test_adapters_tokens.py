@@ -153,7 +153,7 @@ def test_tokens_of_a_chat_template_are_learned_in_spare_rows(tied: bool, capfd: 
         assert forgather("eval", source, *chat_words("base")[3:7], "precision=fp32", "--json") == 0
         losses.append(json.loads(capfd.readouterr().out)["eval_loss"])
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-    on = ("adapter.target_modules=[q_proj]", "adapter.init_from=run/x", "learning_rate=0", "output_dir=on")
+    on = ("adapter.target_modules=[q_proj]", "adapter.from_adapter=run/x", "learning_rate=0", "output_dir=on")
     Path("run/x").symlink_to(runs.newest("run").resolve())
     assert forgather(*chat_words("base", *on)) == 0
     again = load_file(runs.newest("on") / WEIGHTS)

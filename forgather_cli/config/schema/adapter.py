@@ -43,7 +43,7 @@ class LoRASettings(Settings):
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     use_rslora: bool = False
     init_lora_weights: Literal["gaussian"] | bool = True
-    init_from: FilePath | None = None  # an adapter's directory, ours or peft's, to go on from; null: afresh
+    from_adapter: FilePath | None = None  # an adapter's directory, ours or peft's, to go on from; null: afresh
     rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
     alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
 
