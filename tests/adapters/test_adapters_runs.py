@@ -17,7 +17,7 @@ from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.manifest import NAME
 from forgather_cli.config.load import load_config
 from forgather_cli.data.text.tokenizer import load_tokenizer
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.models.build import build_model
 from forgather_cli.run_dir import RunDir
 
@@ -192,13 +192,22 @@ NOT_SERVED = {
 
 @pytest.mark.parametrize("given", NOT_SERVED)
 def test_what_vllm_does_not_serve_is_said_at_start(given: tuple[str, ...], base: Path) -> None:
-    config = load_config("lora_finetune", [f"model.path={base}", "data.files=[x]", *given]).config
+    config = load_config("lora_finetune", [f"model.path={base}", "data.files=[x]", "loss=cross_entropy", *given]).config
     with torch.device("meta"):
         model = build_model(config.model, vocab_size=260, seq_len=8)
     said = [line for line in adapt(model, config.adapter, config) if "vLLM" in line]
     wanted = NOT_SERVED[given]
     assert len(said) == (wanted is not None)
     assert wanted is None or wanted in said[0]
+
+
+def test_an_encoder_decoder_in_a_directory_is_refused(base: Path) -> None:
+    config = load_config("lora_finetune", [f"model.path={base}", "data.files=[x]"]).config
+    shape = load_config("qwen3_encdec_small", []).config.model
+    with torch.device("meta"):
+        model = build_model(shape, vocab_size=260, seq_len=8)
+    with pytest.raises(ModelError, match="does not adapt encoder-decoders yet"):
+        adapt(model, config.adapter, config)
 
 
 CONTRADICTIONS = {
