@@ -1,4 +1,4 @@
-"""A model with the adapter of a directory, ours or peft's, to evaluate, to sample from, or to merge."""
+"""Filling a model with adapters: how a run starts, or as a directory, ours or peft's, has them."""
 
 from __future__ import annotations
 
@@ -6,25 +6,35 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.adapters.directory import CONFIG, WEIGHTS, AdapterDirectory, base_of, own_name
+from forgather_cli.adapters.directory import (
+    CONFIG,
+    WEIGHTS,
+    AdapterDirectory,
+    adapter_to_go_on,
+    base_of,
+    check_same_base,
+    own_name,
+)
 from forgather_cli.adapters.layers import is_adapter
 from forgather_cli.adapters.model import (
     attach_adapters,
     attach_rows_of,
     fill_base,
     parameter_targets,
+    start,
     targets,
     to_four_bits,
 )
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import TensorReader
-from forgather_cli.config.schema import QLoRASettings
+from forgather_cli.config.schema import Config, LoRASettings, QLoRASettings
 from forgather_cli.errors import ModelError
+from forgather_cli.precision import compute_dtype
 from forgather_cli.shards import fill_local, not_finite
 
 
@@ -63,6 +73,26 @@ def with_adapter(model: nn.Module, adapter: AdapterDirectory, dtype: torch.dtype
     attach_rows_of(model, settings, dtype)
     fill_from(model, adapter)
     return model
+
+
+def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Callable[[nn.Module], None]:
+    """``init``, which fills a model or a part of one without adapters, and then the adapters: by (seed, name), the same
+    in every layout, or as ``from_adapter`` has them. Of weights in four bits one at a time is in memory otherwise.
+    Raises ModelError."""
+    settings, option = config.adapter, cast(Any, config.model)  # one with a directory
+    assert isinstance(settings, LoRASettings)
+    before = None if settings.from_adapter is None else adapter_to_go_on(settings)
+    if before is not None:
+        check_same_base(before, Path(option.path).expanduser())
+
+    def fill(part: nn.Module) -> None:
+        fill_base(part, config.model, init, compute_dtype(config.precision))
+        if before is None:
+            start(part, seed)
+        else:
+            fill_from(part, before)
+
+    return fill
 
 
 @torch.no_grad()

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -33,7 +32,7 @@ from forgather_cli.errors import ModelError
 from forgather_cli.models.build import tensor_reader
 from forgather_cli.models.init import stable_seed
 from forgather_cli.models.parts import train_only
-from forgather_cli.precision import compute_dtype, half_dtype, parameter_dtype
+from forgather_cli.precision import half_dtype, parameter_dtype
 from forgather_cli.shards import fill_local
 
 OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -386,29 +385,6 @@ def _kinds(model: nn.Module, names: list[str]) -> list[str]:
 
 
 # --------------------------------------------------------------------------------------------------------------- start
-
-
-def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Callable[[nn.Module], None]:
-    """``init``, which fills a model or a part of one without adapters, and then the adapters: by (seed, name), the same
-    in every layout, or as ``from_adapter`` has them. Of weights in four bits one at a time is in memory otherwise. Raises
-    ModelError."""
-    from forgather_cli.adapters.directory import adapter_to_go_on, check_same_base
-    from forgather_cli.adapters.load import fill_from
-
-    settings, option = config.adapter, cast(Any, config.model)  # one with a directory
-    assert isinstance(settings, LoRASettings)
-    before = None if settings.from_adapter is None else adapter_to_go_on(settings)
-    if before is not None:
-        check_same_base(before, Path(option.path).expanduser())
-
-    def fill(part: nn.Module) -> None:
-        fill_base(part, config.model, init, compute_dtype(config.precision))
-        if before is None:
-            start(part, seed)
-        else:
-            fill_from(part, before)
-
-    return fill
 
 
 def fill_base(part: nn.Module, option: Any, init: Callable[[nn.Module], None], dtype: torch.dtype) -> None:

@@ -105,7 +105,7 @@ def model_spec(
 
     changes = dtype is not None or quantized is not None or config.trainable is not None
     if not isinstance(config.adapter, NoAdapter):
-        from forgather_cli.adapters.model import starting
+        from forgather_cli.adapters.load import starting
 
         assert init is not None  # an adapter is of a model in a directory
         changes, init = True, starting(init, config, seed)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.adapters.directory import QUANTIZATION, WEIGHTS, write_config
-from forgather_cli.adapters.model import adapt, starting
+from forgather_cli.adapters.load import starting
+from forgather_cli.adapters.model import adapt
 from forgather_cli.adapters.nf4 import packed_layers
 from forgather_cli.callbacks.metrics import take_interval_peak
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
