@@ -15,8 +15,8 @@ from typing import Any, cast
 
 from torch import nn
 
-from forgather_cli.adapters.layers import TokenRows, is_adapter
-from forgather_cli.adapters.model import OF_EXPERTS, adapted_layers, targets
+from forgather_cli.adapters.layers import TokenRows, adapted_layers, is_adapter
+from forgather_cli.adapters.targets import OF_EXPERTS, targets
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.decode import decode_settings
 from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings

@@ -13,6 +13,8 @@ arXiv:2402.09353.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -396,3 +398,26 @@ def start_magnitudes(layer: AdaptedLinear) -> None:
     whole: Any = layer.weight  # columns are cut (Conv1D under fsdp2): its rows are on other ranks
     full = whole.full_tensor()
     fill_local(layer.lora_magnitude_vector, (full.T if isinstance(layer, AdaptedConv1D) else full).float().norm(dim=1))
+
+
+def adapted_layers(part: nn.Module) -> Iterator[tuple[str, Adapted]]:
+    """The layers with an adapter, by name."""
+    for path, layer in part.named_modules():
+        if isinstance(layer, Adapted):
+            yield path, layer
+
+
+@contextmanager
+def without_adapters(part: nn.Module) -> Iterator[None]:
+    """Inside, the adapters' parameters are not there, so that what fills a model by its names fills the base."""
+    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for _, layer in adapted_layers(part):
+        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)
+        for members in kinds:
+            own = {name: members.pop(name) for name in list(members) if name.startswith(MEMBERS)}
+            taken.append((members, own))
+    try:
+        yield
+    finally:
+        for members, own in taken:
+            members.update(own)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
 from forgather_cli.adapters.directory import (
     CONFIG,
@@ -20,20 +20,24 @@ from forgather_cli.adapters.directory import (
     check_same_base,
     own_name,
 )
-from forgather_cli.adapters.layers import is_adapter
-from forgather_cli.adapters.model import (
-    attach_adapters,
-    attach_rows_of,
-    fill_base,
-    parameter_targets,
-    start,
-    targets,
-    to_four_bits,
+from forgather_cli.adapters.layers import (
+    MEMBERS,
+    AdaptedLinear,
+    TokenRows,
+    adapted_layers,
+    is_adapter,
+    start_magnitudes,
+    without_adapters,
 )
+from forgather_cli.adapters.model import attach_adapters, attach_rows_of, to_four_bits
+from forgather_cli.adapters.nf4 import packed_layers, read_packed, without_packed
+from forgather_cli.adapters.targets import parameter_targets, targets
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.config.schema import Config, LoRASettings, QLoRASettings
 from forgather_cli.errors import ModelError
+from forgather_cli.models.build import tensor_reader
+from forgather_cli.models.init import stable_seed
 from forgather_cli.precision import compute_dtype
 from forgather_cli.shards import fill_local, not_finite
 
@@ -73,6 +77,33 @@ def with_adapter(model: nn.Module, adapter: AdapterDirectory, dtype: torch.dtype
     attach_rows_of(model, settings, dtype)
     fill_from(model, adapter)
     return model
+
+
+def fill_base(part: nn.Module, option: Any, init: Callable[[nn.Module], None], dtype: torch.dtype) -> None:
+    """Fill what the model option says, all but adapters: by ``init``, and weights in four bits one by one, which are
+    computed with in ``dtype``. Raises ModelError."""
+    with without_adapters(part), without_packed(part):
+        init(part)
+        device = next(part.parameters()).device
+    if any(True for _ in packed_layers(part)):
+        read_packed(part, tensor_reader(option, part), dtype, device)
+
+
+@torch.no_grad()
+def start(part: nn.Module, seed: int) -> None:
+    """Fill the adapters of ``part``, whose weights are there."""
+    for path, layer in adapted_layers(part):
+        if isinstance(layer, TokenRows):
+            if layer.source[0] is layer:
+                layer.start_rows()
+            continue
+        for name, parameter in layer.named_parameters():
+            if name.startswith(MEMBERS) and name != "lora_magnitude_vector":
+                drawn = torch.empty(parameter.shape)
+                layer.start(name, drawn, Generator().manual_seed(stable_seed(seed, f"{path}.{name}")))
+                fill_local(parameter, drawn)
+        if isinstance(layer, AdaptedLinear) and layer.adapter.is_dora:
+            start_magnitudes(layer)
 
 
 def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Callable[[nn.Module], None]:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.adapters.directory import AdapterDirectory
-from forgather_cli.adapters.layers import TokenRows
-from forgather_cli.adapters.model import adapted_layers, without_adapters
+from forgather_cli.adapters.layers import TokenRows, adapted_layers, without_adapters
 from forgather_cli.adapters.nf4 import packed_layers
 from forgather_cli.checkpoint.tensors import spec_of, write_weights
 from forgather_cli.documents.regular_files import read_json_object

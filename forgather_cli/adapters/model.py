@@ -1,22 +1,19 @@
-"""A model with adapters: which layers get one, what is frozen, in which dtypes, and how it all starts."""
+"""Giving a model adapters: what is frozen, in which dtypes, and what the start says of it."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
+from forgather_cli.adapters.directory import adapter_to_go_on
 from forgather_cli.adapters.layers import (
-    MEMBERS,
     Adapted,
-    AdaptedLinear,
     LowRank,
     TokenRows,
     attach,
@@ -24,19 +21,13 @@ from forgather_cli.adapters.layers import (
     attach_to_parameters,
     parameter_sizes,
     sizes,
-    start_magnitudes,
 )
-from forgather_cli.adapters.nf4 import freeze, need_bitsandbytes, packed_layers, read_packed, without_packed
-from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings
+from forgather_cli.adapters.nf4 import freeze, need_bitsandbytes
+from forgather_cli.adapters.targets import OF_EXPERTS, input_layer, output_layer, parameter_targets, targets, token_rows
+from forgather_cli.config.schema import Config, DoRASettings, LoRASettings, QLoRASettings
 from forgather_cli.errors import ModelError
-from forgather_cli.models.build import tensor_reader
-from forgather_cli.models.init import stable_seed
 from forgather_cli.models.parts import train_only
 from forgather_cli.precision import half_dtype, parameter_dtype
-from forgather_cli.shards import fill_local
-
-OF_EXPERTS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Names of layers by which peft 0.21 may mean experts (``adapters/directory.py: _beside_experts``)."""
 
 
 def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]:
@@ -47,8 +38,6 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
     ModelError.
     """
     if settings.from_adapter is not None and settings.trainable_token_indices is None:
-        from forgather_cli.adapters.directory import adapter_to_go_on
-
         there = adapter_to_go_on(settings).settings.trainable_token_indices
         settings = replace(settings, trainable_token_indices=there)
     if getattr(model, "is_encoder_decoder", False):
@@ -204,111 +193,6 @@ def _in_fp32(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out.float() if torch.is_autocast_enabled(out.device.type) else out
 
 
-def targets(model: nn.Module, settings: LoRASettings) -> list[str]:
-    """Names of the layers that get an adapter, in the model's order, as peft 0.21 finds them. Raises ModelError."""
-    layers = {name: layer for name, layer in model.named_modules() if sizes(layer) is not None}
-    wanted = settings.target_modules
-    if wanted == ALL_LINEAR:
-        head = output_layer(model)
-        found = [n for n, layer in layers.items() if layer is not head and not isinstance(layer, nn.Embedding)]
-        if not found:
-            raise ModelError(
-                f"adapter.target_modules: {type(model).__name__} has no linear layer; name its layers in target_modules"
-            )
-        return found
-    if isinstance(wanted, str):
-        found = [name for name in layers if re.fullmatch(wanted, name)]
-        unknown = [] if found else [wanted]
-    else:
-        found = [name for name in layers if any(_ends_with(name, each) for each in wanted)]
-        unknown = [each for each in wanted if not any(_ends_with(name, each) for name in layers)]
-    if unknown:
-        kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-        near = get_close_matches(unknown[0], kinds, n=1)
-        raise ModelError(
-            f"adapter.target_modules: no layer of {type(getattr(model, 'theirs', model)).__name__} is "
-            f"{unknown[0]!r}; {f'did you mean {near[0]}? Its' if near else 'its'} layers are {', '.join(kinds)}"
-        )
-    return found
-
-
-def parameter_targets(model: nn.Module, settings: LoRASettings) -> dict[str, list[str]]:
-    """Module's name -> those of its own parameters that get an adapter, both in the model's order, as peft 0.21 finds
-    them. Raises ModelError."""
-    wanted = settings.target_parameters
-    found: dict[str, list[str]] = {}
-    for path, module in model.named_modules():
-        for own, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim in (2, 3) and any(_ends_with(f"{path}.{own}", each) for each in wanted):
-                found.setdefault(path, []).append(own)
-    names = [name for name, parameter in model.named_parameters() if parameter.ndim in (2, 3)]
-    for each in wanted:
-        if not any(_ends_with(name, each) for name in names):
-            kinds = dict.fromkeys(".".join(name.split(".")[-2:]) for name in names)
-            experts = dict.fromkeys(each.rpartition(".")[2] for each in kinds)
-            near = get_close_matches(each, kinds, n=1) or get_close_matches(each, experts, n=1)
-            raise ModelError(
-                f"adapter.target_parameters: no matrix of {type(getattr(model, 'theirs', model)).__name__} is "
-                f"{each!r};{f' did you mean {near[0]}?' if near else ''} Its matrices are {', '.join(kinds)}"
-            )
-    return found
-
-
-def token_rows(model: nn.Module, settings: LoRASettings) -> dict[str, list[int]]:
-    """Embedding and head, by name, with the tokens whose rows are trained; without a setting those that the data add.
-
-    A head that shares the embedding's weight shares these rows too. Raises ModelError.
-    """
-    wanted, source, head = settings.trainable_token_indices, input_layer(model), output_layer(model)
-    new = list(getattr(model, "new_tokens", ()))
-    names: dict[str, Any] = {n: layer for n, layer in model.named_modules() if layer is source or layer is head}
-    given: dict[str, list[int]] = {}
-    if isinstance(wanted, dict):
-        for key, ids in wanted.items():
-            name = next((name for name in names if _ends_with(name, key)), None)
-            if name is None:
-                raise ModelError(
-                    f"adapter.trainable_token_indices: {key} is neither embedding nor head; name {' or '.join(names)}"
-                )
-            given[name] = ids
-    else:
-        given = {name: new if wanted is None else wanted for name in names if wanted is None or names[name] is source}
-    given = {name: ids for name, ids in given.items() if ids}
-    tied = [name for name, layer in names.items() if layer.weight is source.weight]
-    held = [given[name] for name in tied if name in given]
-    if any(ids != held[0] for ids in held) or (held and next(iter(tied)) not in given):
-        raise ModelError(
-            f"adapter.trainable_token_indices: {' and '.join(tied)} share their weight; give both the same tokens"
-        )
-    if held:
-        given |= dict.fromkeys(tied, held[0])
-    for name, ids in given.items():
-        rows = len(names[name].weight)
-        if max(ids) >= rows or min(ids) < 0 or len({*ids}) < len(ids):
-            raise ModelError(
-                f"adapter.trainable_token_indices: must be different tokens below {rows:,}, the rows of {name}, got "
-                f"{ids!s:.80}; a base gets more rows by forgather finalize BASE GROWN --add-tokens FILE"
-            )
-    return given
-
-
-def _ends_with(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
-
-
-def output_layer(model: nn.Module) -> nn.Module | None:
-    """The layer from hidden states to logits, where there is one."""
-    ask = getattr(getattr(model, "theirs", model), "get_output_embeddings", None)
-    found: nn.Module | None = getattr(model, "lm_head", None) if ask is None else ask()
-    return found
-
-
-def input_layer(model: Any) -> Any:
-    """The embedding of tokens."""
-    ask = getattr(getattr(model, "theirs", model), "get_input_embeddings", None)
-    return model.model.embed_tokens if ask is None else ask()
-
-
 def _check(
     model: nn.Module, layers: list[str], parameters: dict[str, list[str]], settings: LoRASettings, config: Config
 ) -> None:
@@ -382,56 +266,3 @@ def _kinds(model: nn.Module, names: list[str]) -> list[str]:
         for name in names
     )
     return [f"{kind} ({number})" if number > 1 else kind for kind, number in kinds.items()]
-
-
-# --------------------------------------------------------------------------------------------------------------- start
-
-
-def fill_base(part: nn.Module, option: Any, init: Callable[[nn.Module], None], dtype: torch.dtype) -> None:
-    """Fill what the model option says, all but adapters: by ``init``, and weights in four bits one by one, which are
-    computed with in ``dtype``. Raises ModelError."""
-    with without_adapters(part), without_packed(part):
-        init(part)
-        device = next(part.parameters()).device
-    if any(True for _ in packed_layers(part)):
-        read_packed(part, tensor_reader(option, part), dtype, device)
-
-
-@torch.no_grad()
-def start(part: nn.Module, seed: int) -> None:
-    """Fill the adapters of ``part``, whose weights are there."""
-    for path, layer in adapted_layers(part):
-        if isinstance(layer, TokenRows):
-            if layer.source[0] is layer:
-                layer.start_rows()
-            continue
-        for name, parameter in layer.named_parameters():
-            if name.startswith(MEMBERS) and name != "lora_magnitude_vector":
-                drawn = torch.empty(parameter.shape)
-                layer.start(name, drawn, Generator().manual_seed(stable_seed(seed, f"{path}.{name}")))
-                fill_local(parameter, drawn)
-        if isinstance(layer, AdaptedLinear) and layer.adapter.is_dora:
-            start_magnitudes(layer)
-
-
-def adapted_layers(part: nn.Module) -> Iterator[tuple[str, Adapted]]:
-    """The layers with an adapter, by name."""
-    for path, layer in part.named_modules():
-        if isinstance(layer, Adapted):
-            yield path, layer
-
-
-@contextmanager
-def without_adapters(part: nn.Module) -> Iterator[None]:
-    """Inside, the adapters' parameters are not there, so that what fills a model by its names fills the base."""
-    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for _, layer in adapted_layers(part):
-        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)
-        for members in kinds:
-            own = {name: members.pop(name) for name in list(members) if name.startswith(MEMBERS)}
-            taken.append((members, own))
-    try:
-        yield
-    finally:
-        for members, own in taken:
-            members.update(own)

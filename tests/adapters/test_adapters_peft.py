@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.adapters.directory import WEIGHTS, write_config
-from forgather_cli.adapters.layers import is_adapter
+from forgather_cli.adapters.layers import adapted_layers, is_adapter
 from forgather_cli.adapters.load import starting
-from forgather_cli.adapters.model import adapt, adapted_layers
+from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
