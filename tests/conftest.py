@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+import forks
 import pytest
 
 from forgather_cli.launch.processes import collect_less
@@ -73,9 +74,8 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_is_looked_for_among_new_objects() -> None:
-    """A million objects of libraries and of other tests would take each collection 0.5 s."""
     gc.collect()
-    gc.freeze()
+    forks.freeze()
 
 
 @pytest.fixture

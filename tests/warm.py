@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import pkgutil
+
+import forks
 
 import forgather_cli
 from forgather_cli.config.load import load_config
@@ -30,4 +31,4 @@ with contextlib.chdir("/"):  # where no test has put options
         load_config(
             None, ["model=nano", "precision=fp32", "data=synthetic", "callbacks=minimal", f"trainer={_trainer}"]
         )
-gc.freeze()  # forked processes need not look for garbage among 300,000 objects that stay
+forks.freeze()
