@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+import composed
 import forks
 import pytest
 
@@ -39,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if name != "XDG_CACHE_HOME" or not hasattr(config, "workerinput"):  # xdist's processes share what is cached
             os.environ[name] = str(Path(home) / name.lower())
             Path(os.environ[name]).mkdir()
+    if not hasattr(config, "workerinput"):
+        os.environ["FORGATHER_TESTS_COMPOSED"] = f"{home}/composed"
+    composed.share()
     tempfile.tempdir = None  # read anew
     os.environ["FORGATHER_TESTS_PLAIN"] = f"{home}/plain"  # the socket of plain.py
     importable = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]

@@ -6,7 +6,9 @@ import contextlib
 import importlib
 import os
 import pkgutil
+import resource
 
+import composed
 import forks
 
 import forgather_cli
@@ -15,6 +17,7 @@ from forgather_cli.launch.processes import collect_less
 from forgather_cli.terminal import bars
 
 collect_less()
+composed.share()
 bars.SILENCE = 3600.0  # see conftest.py
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the command says so before it imports torch, which comes too late here
 for _name in (
@@ -31,4 +34,5 @@ with contextlib.chdir("/"):  # where no test has put options
         load_config(
             None, ["model=nano", "precision=fp32", "data=synthetic", "callbacks=minimal", f"trainer={_trainer}"]
         )
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # forks are killed
 forks.freeze()

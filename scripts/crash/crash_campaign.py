@@ -69,7 +69,8 @@ def uninterrupted(words: Sequence[str], environment: dict[str, str], output: Pat
 
 
 class Campaign:
-    """Trials under ``work``, which share the runs that they are compared with: ``reference`` makes each of those."""
+    """Trials under ``work``, which share the runs that they are compared with: ``reference`` makes each of those, and
+    ``job`` starts those that are killed."""
 
     def __init__(
         self,
@@ -77,8 +78,9 @@ class Campaign:
         overrides: Sequence[str] = (),
         layouts: Sequence[str] = (),
         reference: Callable[[Sequence[str], dict[str, str], Path], int] = uninterrupted,
+        job: type[Job] = Job,
     ) -> None:
-        self._work, self._layouts, self._make_reference = work, layouts, reference
+        self._work, self._layouts, self._make_reference, self._start = work, layouts, reference, job
         self._corpus = work / "corpus"
         write_corpus(self._corpus)
         self._overrides = [f"data.files=[{self._corpus}/*.txt]", *overrides]
@@ -153,7 +155,7 @@ class Campaign:
             words = ["resume", str(run), *moved]
         else:
             words = ["train", *changes, f"output_dir={run}", "resume_from_checkpoint=true"]
-        return Job(run, words, self._environment, run.parent / "output.txt")
+        return self._start(run, words, self._environment, run.parent / "output.txt")
 
     def reference(self, plan: Plan) -> Path:
         """The uninterrupted run of a plan's layout and settings, which is made when it is first asked for."""
