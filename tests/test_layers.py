@@ -22,8 +22,12 @@ FREE = {
 ALLOWED = {
     **dict.fromkeys(FREE | {"config", "distributed", "optim", "loss", "quantized"}, frozenset()),
     **dict.fromkeys(("api", "cli", "worker"), frozenset("*")),
+    "adapters": {
+        "checkpoint", "config.decode", "data.cache", "data.text.corpus", "data.text.read", "inference.source", "models",
+        "precision",
+    },
     "finalize": {
-        "checkpoint", "cli.output", "cli.words", "config.decode", "config.load", "data", "distributed",
+        "adapters.directory", "adapters.merge", "checkpoint", "cli.output", "cli.words", "config.decode", "config.load", "data", "distributed",
         "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
     },
     "housekeeping": {
@@ -41,11 +45,11 @@ ALLOWED = {
     "pictures": {"runs"},
     "runs": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "inference": {
-        "checkpoint", "config.decode", "data", "distributed", "finalize.quantize", "loss", "models", "strategies.base",
+        "adapters.directory", "adapters.load", "checkpoint", "config.decode", "data", "distributed", "finalize.quantize", "loss", "models", "strategies.base",
         "strategies.build", "trainer",
     },
     "trainer": {
-        "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint", "data.loaders",
+        "adapters", "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint", "data.loaders",
         "data.chat.ends", "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "quantized.convert", "targets",

@@ -52,6 +52,11 @@ ROOMS = {
         ("tests/models/hf",),
         {"train model=transformers": "model=transformers", "train model=theirs data=synthetic precision=fp32": ""},
     ),
+    "adapters": Room(
+        ("forgather_cli/adapters", "conf/adapter/lora.yaml", "conf/adapter/dora.yaml", "conf/adapter/qlora.yaml"),
+        ("tests/adapters",),
+        {"train adapter=lora": "adapter=lora"},
+    ),
     "quantized": Room(
         ("forgather_cli/quantized", "conf/precision/fp8.yaml", "conf/precision/qat.yaml"),
         ("tests/quantized",),
@@ -81,7 +86,7 @@ def test_the_rest_works_without_it(room: Room, tmp_path: Path, monkeypatch: pyte
     assert all((ROOT / path).exists() for path in room.tests)
     monkeypatch.chdir(tmp_path)
     Path("conf/model/theirs.yaml").write_text(OPTION)
-    words = [TRAIN] if room in (ALL, ROOMS["quantized"]) else []  # the others' commands need no run
+    words = [TRAIN] if room in (ALL, ROOMS["adapters"], ROOMS["quantized"]) else []  # the others' commands need no run
     (help_code, help_page), *answers = _forgather("--help", *words, *room.asks)
     assert help_code == 0
     listed = re.findall(r"^│ ([a-z]+)  ", help_page, re.MULTILINE)

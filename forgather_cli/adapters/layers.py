@@ -77,7 +77,8 @@ class AdaptedLinear(Adapted):
         assert self.lora_magnitude_vector is not None
         with torch.no_grad():  # section 4.3 of the paper: the norm is a constant of the step
             norms = self._weight().float().add(self._product()).norm(dim=1)
-        scale = self.lora_magnitude_vector / norms
+            zero = (norms == 0).float()  # rows of zeros have no direction yet: LoRA gives them one
+        scale = self.lora_magnitude_vector / (norms + zero) + zero
         bias = getattr(self, "bias", None)
         if shape.dropout and self.training:
             plain = F.linear(dropped, self._weight().to(dropped.dtype))
@@ -103,7 +104,8 @@ class AdaptedLinear(Adapted):
         whole = self._weight().float() + self._product()
         if self.adapter.is_dora:
             assert self.lora_magnitude_vector is not None
-            whole *= (self.lora_magnitude_vector.float() / whole.norm(dim=1))[:, None]
+            norms = whole.norm(dim=1)
+            whole *= (self.lora_magnitude_vector.float() / (norms + (norms == 0)))[:, None]
         return whole
 
     def start(self, name: str, tensor: Tensor, generator: Generator) -> None:

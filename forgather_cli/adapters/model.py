@@ -27,7 +27,7 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
     """Give layers of ``model`` (on meta too) adapters, in place, and freeze the rest but for ``config.trainable``.
 
     Under half autocast the frozen matrices and embeddings get its dtype; what an embedding gives out stays fp32, as
-    the residual stream does. Returns the account for the log. Raises ModelError.
+    the residual stream does (under fsdp2 both are what its policy makes them). Returns the account for the log. Raises ModelError.
     """
     names = targets(model, settings)
     _check(model, names, settings, config)
@@ -57,7 +57,8 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
 
 
 def _in_fp32(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
-    return out.float()
+    """Only where autocast casts what enters matrices: FSDP2's policy does not, and computes with what comes (2.13)."""
+    return out.float() if torch.is_autocast_enabled(out.device.type) else out
 
 
 def targets(model: nn.Module, settings: LoRASettings) -> list[str]:

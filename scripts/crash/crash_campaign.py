@@ -4,6 +4,7 @@
     scripts/crash_campaign 1 --seed 17                # the trial of seed 17, exactly as drawn
     scripts/crash_campaign 20 --layouts single,ddp2 --jobs 2 optimizer.eps=1e-6
     scripts/crash_campaign 20 --busy                  # while other processes take every core
+    scripts/crash_campaign 40 --adapters              # runs that train adapters
 
 A trial draws a layout and settings (``crash_draw.py``), kills a rank, the launcher, a data worker or all of them by a
 signal, mostly SIGKILL, inside a save more often than not, and resumes the run: once or twice, in the same layout or in
@@ -33,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from crash_check import Before, after_end, after_kill, compare, last_step, lost_steps, saved_steps
-from crash_draw import LAYOUTS, Plan, draw, reference_words
+from crash_draw import ADAPTERS, COMMON, LAYOUTS, MODEL, RECIPES, Plan, draw, reference_words
 from crash_job import LEFT_OVER, Job, Member, Struck, reached, send, strike
 
 _LIMIT = 300.0  # seconds that a start takes at most which nothing disturbs
@@ -78,18 +79,25 @@ class Campaign:
         overrides: Sequence[str] = (),
         layouts: Sequence[str] = (),
         reference: Callable[[Sequence[str], dict[str, str], Path], int] = uninterrupted,
+        *,
         job: type[Job] = Job,
+        adapters: bool = False,
     ) -> None:
         self._work, self._layouts, self._make_reference, self._start = work, layouts, reference, job
+        self._recipes = ADAPTERS if adapters else RECIPES
         self._corpus = work / "corpus"
         write_corpus(self._corpus)
         self._overrides = [f"data.files=[{self._corpus}/*.txt]", *overrides]
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._environment = {name: str(work / name.lower()) for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
+        self._model: Sequence[str] = MODEL
+        if adapters:
+            base = self._uninterrupted("base", [*COMMON, *MODEL, *self._overrides, "max_steps=1", "trainer=single"])
+            self._model = ("model=pretrained", f"model.path={base}/checkpoints/step-00000001/model")
 
     def trial(self, seed: int) -> Trial:
         """Start, kill and resume as the seed says, go on to the end, and compare."""
-        trial = Trial(draw(seed, self._layouts))
+        trial = Trial(draw(seed, self._layouts, self._recipes))
         run = self.run_of(seed)
         shutil.rmtree(run.parent, ignore_errors=True)
         run.mkdir(parents=True)
@@ -149,7 +157,7 @@ class Campaign:
         plan = trial.plan
         if start > 0 and plan.moved_to is not None and trial.moved_after is None:
             trial.moved_after = max(saved_steps(run), default=0)
-        changes = [*plan.words(start), *self._overrides, f"data.cache_dir={run.parent}/cache"]
+        changes = [*plan.words(start), *self._model, *self._overrides, f"data.cache_dir={run.parent}/cache"]
         if start > 0 and plan.by_resume and (run / "config.yaml").exists():
             moved = plan.layout_of(start).words(plan.recipe.accumulation) if plan.moved_to is not None else []
             words = ["resume", str(run), *moved]
@@ -160,15 +168,18 @@ class Campaign:
     def reference(self, plan: Plan) -> Path:
         """The uninterrupted run of a plan's layout and settings, which is made when it is first asked for."""
         name = f"{plan.layout.name}-{plan.recipe.name}".replace(", ", "-").replace(" ", "-")
-        run = self._work / "references" / name
+        words = [*reference_words(plan.layout, plan.recipe), *self._model, *self._overrides, "save_steps=1000"]
         with self._locks[name]:
-            if not (run / "exit.json").exists():
-                shutil.rmtree(run, ignore_errors=True)
-                words = ["train", *reference_words(plan.layout, plan.recipe), *self._overrides, "save_steps=1000"]
-                words += [f"data.cache_dir={self._work}/cache", f"output_dir={run}"]
-                output = self._work / f"{name}.txt"
-                if self._make_reference(words, self._environment, output) != 0:
-                    raise RuntimeError(f"the uninterrupted run fails; see {output}")
+            return self._uninterrupted(name, words)
+
+    def _uninterrupted(self, name: str, words: Sequence[str]) -> Path:
+        """The run of this name, which is made where it is not there yet."""
+        run, output = self._work / "references" / name, self._work / f"{name}.txt"
+        if not (run / "exit.json").exists():
+            shutil.rmtree(run, ignore_errors=True)
+            words = ["train", *words, f"data.cache_dir={self._work}/cache", f"output_dir={run}"]
+            if self._make_reference(words, self._environment, output) != 0:
+                raise RuntimeError(f"the uninterrupted run fails; see {output}")
         return run
 
 
@@ -290,6 +301,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first trial; the others' follow")
     parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
     parser.add_argument("--layouts", default="", help=f"only these: {','.join(layout.name for layout in LAYOUTS)}")
+    parser.add_argument("--adapters", action="store_true", help="runs that train adapters beside a frozen base")
     parser.add_argument("--busy", action="store_true", help="other processes take every core meanwhile")
     parser.add_argument("--work", type=Path, help="directory to work in and to keep, with the uninterrupted runs")
     arguments, overrides = parser.parse_known_args()
@@ -298,7 +310,8 @@ def main() -> int:
     seeds = range(arguments.seed, arguments.seed + arguments.trials)
     layouts = [name for name in arguments.layouts.split(",") if name]
     with busy_cores() if arguments.busy else nullcontext():
-        report = campaign(seeds, Campaign(work.resolve(), overrides, layouts), arguments.jobs)
+        runs = Campaign(work.resolve(), overrides, layouts, adapters=arguments.adapters)
+        report = campaign(seeds, runs, arguments.jobs)
     print(f"\n{report}")
     if report.failures:
         print(f"\nkept in {work}")

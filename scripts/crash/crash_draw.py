@@ -15,10 +15,12 @@ BATCH = 24
 """Sequences of one step in every layout: what 2 and 3 ranks, 2 micro-steps and 4 micro-batches divide."""
 
 COMMON = (
-    f"max_steps={MAX_STEPS}", f"global_batch_size={BATCH}", "deterministic=true", "model=nano",
-    "precision=fp32", "model.num_hidden_layers=4", "data=text", "data.seq_len=32", "data.eval_fraction=0.1",
+    f"max_steps={MAX_STEPS}", f"global_batch_size={BATCH}", "deterministic=true",
+    "precision=fp32", "data=text", "data.seq_len=32", "data.eval_fraction=0.1",
     "eval_steps=12", "max_eval_samples=8", "callbacks=minimal", "verify_checkpoint=full",
 )  # fmt: skip
+MODEL = ("model=nano", "model.num_hidden_layers=4")
+"""The model of every run; with adapters it is their base."""
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask for a save and an end."""
@@ -158,6 +160,22 @@ RECIPES = (
     ),
 )
 
+ADAPTERS = (
+    Recipe("lora", ("adapter=lora", "optimizer=adamw", "learning_rate=1e-2", "data.packing=concat")),
+    Recipe(
+        "dora and norms, 2 micro-steps",
+        ("adapter=dora", "trainable=[norm]", "optimizer=adamw", "learning_rate=1e-2", "data.packing=pad"),
+        accumulation=2,
+        logging_steps=3,
+    ),
+    Recipe(
+        "lora, dropout",
+        ("adapter=lora", "adapter.lora_dropout=0.1", "optimizer=muon", "data.packing=best_fit"),
+        exact=False,
+    ),
+)
+"""Drawn from in place of RECIPES where the runs are to have adapters."""
+
 
 def reference_words(layout: Layout, recipe: Recipe) -> list[str]:
     """The overrides that decide what is computed."""
@@ -165,12 +183,12 @@ def reference_words(layout: Layout, recipe: Recipe) -> list[str]:
     return [*COMMON, *recipe.overrides, logging, *layout.words(recipe.accumulation)]
 
 
-def draw(seed: int, layouts: Sequence[str] = ()) -> Plan:
+def draw(seed: int, layouts: Sequence[str] = (), recipes: Sequence[Recipe] = RECIPES) -> Plan:
     """The trial of a seed, among the named layouts or all. Nothing else that a trial does is random."""
     rng = random.Random(seed)
     choice = {layout: weight for layout, weight in LAYOUTS.items() if not layouts or layout.name in layouts}
     layout = _weighted(rng, choice)
-    recipe = rng.choice(RECIPES)
+    recipe = rng.choice(recipes)
     save_steps, keep, workers = rng.choice([3, 5, 8]), rng.choice([1, 2]), rng.choice([0, 0, 2])
     async_save, by_resume, moves = rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.4
     others = [other for other in choice if other != layout] or [layout]

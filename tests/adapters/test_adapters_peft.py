@@ -134,6 +134,28 @@ def test_merged_weights_are_those_of_peft(case: str, base: Path, tmp_path: Path)
         torch.testing.assert_close(layer.merged(), wanted[f"{name}.weight"], rtol=1e-5, atol=1e-6)
 
 
+def test_dora_gives_a_direction_to_rows_of_zeros(base: Path) -> None:
+    model = ours(config_of(base, "adapter=dora", "target_modules=[o_proj]"))
+    layers = [layer for _, layer in adapted_layers(model)]
+    for layer in layers:
+        with torch.no_grad():
+            layer.weight[:2] = 0  # type: ignore[index]
+            layer.lora_magnitude_vector[:2] = 0  # type: ignore[index, union-attr]
+    before = model(IDS)
+    for _ in range(2):
+        loss_of(model(IDS)).backward()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                parameter.data -= 0.1 * parameter.grad
+                parameter.grad = None
+    after = model(IDS)
+    assert after.isfinite().all()
+    assert not torch.equal(before, after)
+    for layer in layers:
+        assert layer.merged()[:2].abs().sum(dim=1).min() > 0
+
+
 def test_an_adapter_begins_as_the_base_and_by_seed_and_name(base: Path) -> None:
     config = config_of(base, "adapter=dora")
     model = ours(config)

@@ -64,7 +64,8 @@ def train(root: Path, base: Path, *words: str) -> tuple[list[float], dict[str, T
     changed = {
         name: tensor.detach()
         for name, tensor in named_tensors(trainer.run.strategy.parts).items()
-        if not tensor.requires_grad and not torch.equal(local(tensor.detach()), files[name][box_of(tensor).slices])
+        if not tensor.requires_grad
+        and not torch.equal(local(tensor.detach()), files[name][box_of(tensor).slices].to(tensor.dtype))
     }
     norms = [norm for _, _, norm in tiny.training_curve(root)]
     saved = load_file(
@@ -96,6 +97,16 @@ def test_every_strategy_agrees_with_one_device_and_leaves_the_base(
     for norms, saved, changed in run_ranks(2, train, tmp_path, base, *KINDS[kind], *LAYOUTS[layout]):
         assert changed == {}
         assert_as_alone(norms, saved, reference)
+
+
+@pytest.mark.parametrize("model", ["pretrained", "transformers"])
+def test_bf16_sharded_agrees_to_its_rounding(model: str, base: Path, tmp_path: Path) -> None:
+    words = (f"model={model}", "adapter=dora", "precision=bf16", "max_steps=3")
+    norms, _, changed = train(tmp_path / "alone", base, *words)
+    assert changed == {}
+    found = run_ranks(2, train, tmp_path / "sharded", base, *words, *LAYOUTS["fsdp2"])
+    assert found[0][0] == pytest.approx(norms, rel=1e-2)
+    assert [rank[2] for rank in found] == [{}, {}]
 
 
 def _train_unsummed(root: Path, base: Path, *words: str) -> Any:

@@ -18,12 +18,13 @@ from program import Process
 from saving import Box
 
 from forgather_cli import __version__
+from forgather_cli.checkpoint import retention
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
 from forgather_cli.checkpoint.format import Piece, TensorSpec, plan
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import read_manifest
 from forgather_cli.checkpoint.tensors import write_model_directory
-from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.errors import CheckpointError, SetupError, TrainingError
 from forgather_cli.run_dir import RunDir
 
 # -------------------------------------------------------------------------------------------------------------- bytes
@@ -347,3 +348,23 @@ def test_writers_killed_at_random_moments_leave_whole_checkpoints(tmp_path: Path
     assert {line.split()[0] for line in job.lines} == {"killed", "reached"}
     assert job.lines.count("killed in a save") >= 1
     assert int(job.lines[-1].split()[-1]) >= 8
+
+
+def test_a_worker_that_ends_while_old_checkpoints_are_deleted_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch tells the main thread by an error, wherever that is; the next start clears what it was about to remove."""
+    saver = saving.checkpointer(tmp_path, save_total_limit=1)
+    saving.save(saver, 1)
+
+    def told(path: Path) -> None:
+        raise TrainingError("a worker has ended")
+
+    monkeypatch.setattr(retention, "remove", told)
+    with pytest.raises(TrainingError, match="a worker has ended"):
+        saving.save(saver, 2)
+    monkeypatch.undo()
+    assert len(saving.debris(saver.run)) == 1
+    saving.checkpointer(tmp_path).clean()
+    assert saving.debris(saver.run) == []
+    assert saver.run.checkpoint_steps() == [2]
