@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+import transformers
 from program import forgather
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.checkpoint.manifest import NAME
 from forgather_cli.config.load import load_config
@@ -31,7 +30,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 64, "tie_word_embeddings": True,
     }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(path)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(path)
     load_tokenizer("bytes").save(path)
     return path
 
@@ -66,11 +65,13 @@ def test_a_run_is_resumed_under_another_strategy(base: Path) -> None:
 def test_finalize_gives_the_adapter_and_the_whole_model(
     base: Path, targets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import peft  # 2.5 s, which every process of xdist that collects this would take
+
     assert forgather(*words(base, "adapter=lora", f"adapter.target_modules={targets}", "max_steps=8")) == 0
     assert forgather("finalize", "run", "adapter") == 0
     assert forgather("finalize", "run", "merged", "--merge") == 0
-    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "adapter")
-    whole, plain = AutoModelForCausalLM.from_pretrained("merged"), AutoModelForCausalLM.from_pretrained(base)
+    apart = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), "adapter")
+    whole, plain = map(transformers.AutoModelForCausalLM.from_pretrained, ("merged", base))
     torch.testing.assert_close(whole(IDS).logits, apart(IDS).logits, rtol=1e-4, atol=1e-4)
     assert (whole(IDS).logits - plain(IDS).logits).abs().max() > 0.1
     report = json.loads(Path("merged/finalize_report.json").read_text())
@@ -84,15 +85,17 @@ def test_finalize_gives_the_adapter_and_the_whole_model(
 
 
 def test_an_adapter_of_peft_is_gone_on_from_and_merged(base: Path) -> None:
+    import peft
+
     torch.manual_seed(1)
-    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained("peft")
     assert forgather("finalize", "peft", "whole", "--merge", "--text", str(Path(__file__))) == 0
-    merged = AutoModelForCausalLM.from_pretrained("whole")
+    merged = transformers.AutoModelForCausalLM.from_pretrained("whole")
     torch.testing.assert_close(merged(IDS).logits, theirs(IDS).logits, rtol=1e-4, atol=1e-4)
     same = ("adapter=lora", "adapter.r=4", "lora_alpha=8", "target_modules=[q_proj,up_proj]", "adapter.init_from=peft")
     assert forgather(*words(base, *same, "max_steps=1", "learning_rate=0")) == 0

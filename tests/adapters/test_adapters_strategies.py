@@ -9,11 +9,11 @@ import parity
 import pytest
 import tiny
 import torch
+import transformers
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.config.load import load_config
 from forgather_cli.models.parts import named_tensors
@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 64,
     }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(path)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(path)
     return path
 
 
