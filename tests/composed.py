@@ -1,5 +1,5 @@
 """Compositions that all processes of a session share, since Hydra takes 0.15 s for each: ``compose`` keeps its own by
-all that they are made of, and finds those of others in a folder.
+all that they are made of, and finds those of others in a folder. And no process reads the same YAML for Hydra twice.
 """
 
 from __future__ import annotations
@@ -7,7 +7,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pickle
 from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
 
 from forgather_cli.config import compose
 
@@ -41,3 +45,13 @@ def share() -> None:
     folder = Path(os.environ["FORGATHER_TESTS_COMPOSED"])
     folder.mkdir(exist_ok=True)
     compose._COMPOSED = _Composed(folder)
+    load, loaded = OmegaConf.load, {}
+
+    def load_once(file: Any) -> Any:
+        text = file.read()
+        file.seek(0)
+        if text not in loaded:
+            loaded[text] = pickle.dumps(load(file))
+        return pickle.loads(loaded[text])
+
+    OmegaConf.load = load_once  # type: ignore[method-assign]
