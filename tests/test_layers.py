@@ -29,7 +29,8 @@ ALLOWED = {
         "precision",
     },
     "finalize": {
-        "adapters.directory", "adapters.merge", "checkpoint", "cli.output", "cli.words", "config.decode", "config.load", "data", "distributed",
+        "adapters.directory", "adapters.merge", "checkpoint", "cli.output", "cli.words", "config.decode",
+        "config.load", "data", "distributed",
         "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
     },
     "housekeeping": {
@@ -40,18 +41,20 @@ ALLOWED = {
     "inspection": {"data"},
     "launch": {"checkpoint.choice", "config", "distributed"},
     "plan": {
-        "cli.output", "cli.words", "config.batch", "config.decode", "config.diloco", "config.load",
-        "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments", "launch.exit_status", "launch.layout",
-        "launch.processes", "models", "optim.groups", "precision", "trainer.metrics",
+        "adapters.layers", "adapters.nf4", "cli.output", "cli.words", "config.batch", "config.decode", "config.diloco",
+        "config.load", "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments", "launch.exit_status",
+        "launch.layout", "launch.processes", "models", "optim.groups", "precision", "trainer.build", "trainer.metrics",
     },
     "pictures": {"runs"},
     "runs": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "inference": {
-        "adapters.directory", "adapters.load", "checkpoint", "config.decode", "data", "distributed", "finalize.quantize", "loss", "models", "strategies.base",
+        "adapters.directory", "adapters.load", "checkpoint", "config.decode", "data", "distributed",
+        "finalize.quantize", "loss", "models", "strategies.base",
         "strategies.build", "trainer",
     },
     "trainer": {
-        "adapters", "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint", "data.loaders",
+        "adapters", "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint",
+        "data.loaders",
         "data.chat.ends", "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "quantized.convert", "targets",

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.adapters.directory import WEIGHTS, AdapterDirectory, base_of, own_name
-from forgather_cli.adapters.layers import Shape, attach
-from forgather_cli.adapters.model import targets
+from forgather_cli.adapters.directory import CONFIG, WEIGHTS, AdapterDirectory, base_of, own_name
+from forgather_cli.adapters.layers import is_adapter
+from forgather_cli.adapters.model import (
+    attach_adapters,
+    attach_rows_of,
+    fill_base,
+    parameter_targets,
+    targets,
+    to_four_bits,
+)
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import TensorReader
-from forgather_cli.config.schema import DoRASettings
+from forgather_cli.config.schema import QLoRASettings
 from forgather_cli.errors import ModelError
 from forgather_cli.shards import fill_local, not_finite
 
@@ -32,12 +42,25 @@ def check_base(adapter: AdapterDirectory, reader: Reader | None) -> None:
         )
 
 
+def as_base(
+    model: nn.Module, adapter: AdapterDirectory, option: Any, fill: Callable[[nn.Module], None]
+) -> Callable[[nn.Module], None]:
+    """Have ``model`` (on meta) hold its weights as they were beside the adapter's training. Returns what fills it,
+    which is ``fill`` but for weights in four bits. Raises ModelError."""
+    if not isinstance(adapter.settings, QLoRASettings):
+        return fill
+    for name, parameter in model.named_parameters():
+        ends = tuple(f".{each}" for each in adapter.modules_to_save)
+        parameter.requires_grad_(f".{name.rpartition('.')[0]}".endswith(ends))
+    to_four_bits(model, adapter.settings)
+    return lambda part: fill_base(part, option, fill, torch.float32)
+
+
 def with_adapter(model: nn.Module, adapter: AdapterDirectory, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Give ``model``, the base with its weights, the adapter, in place. Raises ModelError for one that does not fit."""
-    settings = adapter.settings
-    for name in targets(model, settings):
-        shape = Shape(settings.rank_of(name), settings.scaling_of(name), 0.0, isinstance(settings, DoRASettings), False)
-        attach(model.get_submodule(name), shape, dtype)
+    settings = replace(adapter.settings, lora_dropout=0.0)
+    attach_adapters(model, settings, targets(model, settings), parameter_targets(model, settings), dtype)
+    attach_rows_of(model, settings, dtype)
     fill_from(model, adapter)
     return model
 
@@ -54,17 +77,26 @@ def fill_from(part: nn.Module, adapter: AdapterDirectory) -> None:
     reader = TensorReader(file)
     stored = {own_name(name): name for name in reader.specs}
     held: dict[str, Tensor] = dict(part.named_parameters(remove_duplicate=False))
-    wanted = {name for name in held if "lora_" in name}
+    wanted = {name for name in held if is_adapter(name)}
     problems = [f"{name} is missing" for name in sorted(wanted - stored.keys())]
     for name in sorted(stored.keys() & held.keys()):
         if reader.specs[stored[name]].shape != tuple(held[name].shape):
             problems.append(f"{name} is {list(reader.specs[stored[name]].shape)}, not {list(held[name].shape)}")
     problems += [f"{name} belongs to nothing" for name in sorted(stored.keys() - held.keys()) if _is_whole(part)]
+    shared = Counter(id(tensor) for tensor in held.values())
+    alone = [name for name in stored.keys() & held.keys() if shared[id(held[name])] > 1 and not is_adapter(name)]
+    if alone:
+        raise ModelError(
+            f"{adapter.path / CONFIG}: {min(alone)} was trained apart from what shares it in the base; merge the "
+            "adapter with peft"
+        )
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        theirs = adapter.settings.target_modules
         raise ModelError(
-            f"{file}: is not an adapter of the model in {adapter.base}: {'; '.join(problems[:3])}{more}; give the "
-            "model that it was made for"
+            f"{file}: is not an adapter of this model: {'; '.join(problems[:3])}{more}; give the "
+            "model that it was made for, to go on from it with adapter.target_modules="
+            f"{theirs if isinstance(theirs, str) else '[' + ','.join(theirs) + ']'}"
         )
     for name in stored.keys() & held.keys():
         fill_local(held[name], reader.read(stored[name]))

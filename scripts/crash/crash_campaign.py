@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from crash_check import Before, after_end, after_kill, compare, last_step, lost_steps, saved_steps
-from crash_draw import ADAPTERS, COMMON, LAYOUTS, MODEL, RECIPES, Plan, draw, reference_words
+from crash_draw import ADAPTERS, COMMON, LAYOUTS, MAX_STEPS, MODEL, RECIPES, Plan, draw, reference_words
 from crash_job import LEFT_OVER, Job, Member, Struck, reached, send, strike
 
 _LIMIT = 300.0  # seconds that a start takes at most which nothing disturbs
@@ -92,8 +92,8 @@ class Campaign:
         self._environment = {name: str(work / name.lower()) for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
         self._model: Sequence[str] = MODEL
         if adapters:
-            base = self._uninterrupted("base", [*COMMON, *MODEL, *self._overrides, "max_steps=1", "trainer=single"])
-            self._model = ("model=pretrained", f"model.path={base}/checkpoints/step-00000001/model")
+            base = self._uninterrupted("base", [*COMMON, *MODEL, *self._overrides, "learning_rate=1e-2"])
+            self._model = ("model=pretrained", f"model.path={base}/checkpoints/step-{MAX_STEPS:08}/model")
 
     def trial(self, seed: int) -> Trial:
         """Start, kill and resume as the seed says, go on to the end, and compare."""

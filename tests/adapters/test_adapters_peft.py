@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -45,8 +45,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose head is its embedding."""
     path = tmp_path_factory.mktemp("base")
     torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True))
-    model.save_pretrained(path)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(path)
     return path
 
 
@@ -82,14 +81,6 @@ def saved(model: nn.Module, config: Config, directory: Path) -> Path:
     return directory
 
 
-def of_peft(base: Path, directory: Path, **how: bool) -> Any:
-    """peft's model of an adapter's directory."""
-    import peft  # 2.5 s, which every process of xdist that collects this would take
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    return peft.PeftModel.from_pretrained(model, directory, **how)
-
-
 def loss_of(logits: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten())
 
@@ -99,7 +90,14 @@ def loss_of(logits: Tensor) -> Tensor:
 def test_forward_and_gradients_are_those_of_peft(case: str, model: str, base: Path, tmp_path: Path) -> None:
     config = config_of(base, *CASES[case], model=model)
     mine = stirred(ours(config))
-    theirs = of_peft(base, saved(mine, config, tmp_path / "adapter"), is_trainable=True)
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base), saved(mine, config, tmp_path / "adapter"), is_trainable=True
+    )
+    assert_as_peft(mine, theirs)
+
+
+def assert_as_peft(mine: nn.Module, theirs: Any) -> None:
+    """Logits, and the gradient of each trained parameter; no others have one."""
     logits, wanted = mine(IDS), theirs(IDS).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
     loss_of(logits).backward()
@@ -123,7 +121,7 @@ def test_forward_and_gradients_are_those_of_peft(case: str, model: str, base: Pa
 def test_files_are_those_of_peft(case: str, base: Path, tmp_path: Path) -> None:
     config = config_of(base, *CASES[case])
     files = saved(stirred(ours(config)), config, tmp_path / "ours")
-    theirs = of_peft(base, files)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), files)
     theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
     mine, again = load_file(files / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS)
     assert mine.keys() == again.keys()
@@ -134,7 +132,7 @@ def test_files_are_those_of_peft(case: str, base: Path, tmp_path: Path) -> None:
 def test_merged_weights_are_those_of_peft(case: str, base: Path, tmp_path: Path) -> None:
     config = config_of(base, *CASES[case])
     mine = stirred(ours(config))
-    theirs = of_peft(base, saved(mine, config, tmp_path / "a"))
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), saved(mine, config, tmp_path / "a"))
     wanted = {n.removeprefix(ADAPTER_PREFIX): p for n, p in theirs.merge_and_unload().named_parameters()}
     for name, layer in adapted_layers(mine):
         torch.testing.assert_close(layer.merged(), wanted[f"{name}.weight"], rtol=1e-5, atol=1e-6)
@@ -165,7 +163,7 @@ def test_dora_gives_a_direction_to_rows_of_zeros(base: Path) -> None:
 def test_an_adapter_begins_as_the_base_and_by_seed_and_name(base: Path) -> None:
     config = config_of(base, "adapter=dora")
     model = ours(config)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(base)
+    plain = AutoModelForCausalLM.from_pretrained(base)
     torch.testing.assert_close(model(IDS), plain(IDS).logits, rtol=1e-5, atol=1e-5)
     again, other = dict(ours(config).named_parameters()), dict(ours(config, seed=3).named_parameters())
     for name, parameter in model.named_parameters():

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LoraConfig, PeftModel, get_peft_model
 from program import forgather
 from safetensors.torch import load_file, save_file
 
+from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.manifest import NAME
 from forgather_cli.config.load import load_config
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import ConfigError
+from forgather_cli.models.build import build_model
 from forgather_cli.run_dir import RunDir
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]
@@ -30,7 +32,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 64, "tie_word_embeddings": True,
     }  # fmt: skip
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(path)
+    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(path)
     load_tokenizer("bytes").save(path)
     return path
 
@@ -65,13 +67,11 @@ def test_a_run_is_resumed_under_another_strategy(base: Path) -> None:
 def test_finalize_gives_the_adapter_and_the_whole_model(
     base: Path, targets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import peft  # 2.5 s, which every process of xdist that collects this would take
-
     assert forgather(*words(base, "adapter=lora", f"adapter.target_modules={targets}", "max_steps=8")) == 0
     assert forgather("finalize", "run", "adapter") == 0
     assert forgather("finalize", "run", "merged", "--merge") == 0
-    apart = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), "adapter")
-    whole, plain = map(transformers.AutoModelForCausalLM.from_pretrained, ("merged", base))
+    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "adapter")
+    whole, plain = AutoModelForCausalLM.from_pretrained("merged"), AutoModelForCausalLM.from_pretrained(base)
     torch.testing.assert_close(whole(IDS).logits, apart(IDS).logits, rtol=1e-4, atol=1e-4)
     assert (whole(IDS).logits - plain(IDS).logits).abs().max() > 0.1
     report = json.loads(Path("merged/finalize_report.json").read_text())
@@ -84,18 +84,31 @@ def test_finalize_gives_the_adapter_and_the_whole_model(
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
 
 
-def test_an_adapter_of_peft_is_gone_on_from_and_merged(base: Path) -> None:
-    import peft
+def test_beside_a_base_in_bf16_the_adapter_stays_in_fp32(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(half)
+    load_tokenizer("bytes").save(half)
+    assert forgather(*words(half, "adapter=lora", "max_steps=4")) == 0
+    assert forgather("finalize", "run", "adapter") == 0
+    assert json.loads(Path("adapter/finalize_report.json").read_text())["proof"]["max_logit_difference"] < 1e-5
+    capsys.readouterr()
+    assert forgather("finalize", "run", "merged", "--merge") == 0
+    assert "base and adapter apart (bound 1.01)" in " ".join(capsys.readouterr().out.split())
+    assert AutoModelForCausalLM.from_pretrained("merged", dtype="auto").dtype == torch.bfloat16
 
+
+def test_an_adapter_of_peft_is_gone_on_from_and_merged(base: Path) -> None:
     torch.manual_seed(1)
-    settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-    theirs = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), settings)
+    settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained("peft")
     assert forgather("finalize", "peft", "whole", "--merge", "--text", str(Path(__file__))) == 0
-    merged = transformers.AutoModelForCausalLM.from_pretrained("whole")
+    merged = AutoModelForCausalLM.from_pretrained("whole")
     torch.testing.assert_close(merged(IDS).logits, theirs(IDS).logits, rtol=1e-4, atol=1e-4)
     same = ("adapter=lora", "adapter.r=4", "lora_alpha=8", "target_modules=[q_proj,up_proj]", "adapter.init_from=peft")
     assert forgather(*words(base, *same, "max_steps=1", "learning_rate=0")) == 0
@@ -122,7 +135,26 @@ def test_another_base_is_refused_with_both_hashes(
     assert "model.path: the adapter is for the model that" in said
     assert said.count("(sha256 ") == 2
     assert forgather("finalize", "run", "whole", "--merge") == 2
+    going_on = ("adapter=lora", f"adapter.init_from={newest('run')}", "max_steps=2", "output_dir=more")
+    capsys.readouterr()
+    assert forgather(*words(base, *going_on)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "set model.path to that one" in said
+    assert said.count("(sha256 ") == 2
     assert (newest("run").parent / NAME).exists()
+
+
+def test_a_mean_of_adapters_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather(*words(base, "adapter=lora", "max_steps=3", "save_steps=1", "async_save=false")) == 0
+    first, *_, last = RunDir(Path("run")).checkpoint_steps()
+    members = [str(RunDir(Path("run")).checkpoint(step)) for step in (first, last)]
+    for given in (("finalize", "run", "mean", "--average", "2"), ("checkpoint", "average", *members, "-o", "mean")):
+        capsys.readouterr()
+        assert forgather(*given) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "the mean of products is no product of means" in said
+        assert "merge" in said
+        assert not Path("mean").exists()
 
 
 MISTAKES = {
@@ -142,7 +174,28 @@ def test_what_cannot_be_adapted_is_said(given: tuple[str, ...], base: Path, caps
     assert MISTAKES[given] in " ".join(capsys.readouterr().err.split())
 
 
+NOT_SERVED = {
+    (): None,
+    ("adapter=dora",): "vLLM refuses adapters with DoRA: forgather finalize RUN MODEL --merge",
+    ("trainable=[norm]",): "vLLM refuses adapters with trainable (modules_to_save)",
+    ("adapter.trainable_token_indices=[3]",): "vLLM refuses adapters with rows of tokens",
+    ("adapter.alpha_pattern={q_proj: 8}",): "vLLM reads no rank_pattern or alpha_pattern",
+}
+
+
+@pytest.mark.parametrize("given", NOT_SERVED)
+def test_what_vllm_does_not_serve_is_said_at_start(given: tuple[str, ...], base: Path) -> None:
+    config = load_config("lora_finetune", [f"model.path={base}", "data.files=[x]", *given]).config
+    with torch.device("meta"):
+        model = build_model(config.model, vocab_size=260, seq_len=8)
+    said = [line for line in adapt(model, config.adapter, config) if "vLLM" in line]
+    wanted = NOT_SERVED[given]
+    assert len(said) == (wanted is not None)
+    assert wanted is None or wanted in said[0]
+
+
 CONTRADICTIONS = {
+    ("adapter=lora", "model=qwen3_encdec", "data=ul2"): "adapter: lora does not adapt encoder-decoders yet",
     ("adapter=lora",): "adapter: lora adapts a model that exists, got model=decoder",
     ("adapter=lora", "model=pretrained", "model.path=x", "precision=qat"): "precision: qat changes the layers",
     ("adapter=lora", "model=pretrained", "model.path=x", "average_last=3"): "average_last: a mean of adapters",

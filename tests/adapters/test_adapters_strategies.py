@@ -9,7 +9,7 @@ import parity
 import pytest
 import tiny
 import torch
-import transformers
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
@@ -41,7 +41,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 64,
     }  # fmt: skip
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings)).save_pretrained(path)
+    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(path)
     return path
 
 
@@ -60,7 +60,7 @@ def train(root: Path, base: Path, *words: str) -> tuple[list[float], dict[str, T
         ],
     ).config  # fmt: skip
     trainer = tiny.train(config, RunDir(root))
-    files = load_file(base / "model.safetensors")
+    files = AutoModelForCausalLM.from_pretrained(base).state_dict()
     changed = {
         name: tensor.detach()
         for name, tensor in named_tensors(trainer.run.strategy.parts).items()

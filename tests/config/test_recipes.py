@@ -22,6 +22,8 @@ RECIPES = options.shipped("recipes")
 NEEDS = {
     "finetune": ["model.path=/nowhere"],
     "chat_finetune": ["model.path=/nowhere", "data.files=[a]"],
+    "lora_finetune": ["model.path=/nowhere", "data.files=[a]"],
+    "qlora_finetune": ["model.path=/nowhere", "data.files=[a]"],
     "qat": ["model.path=/nowhere"],
     "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
 }
