@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,17 +97,22 @@ MAY_IMPORT_TORCH = {"documents.encoding", "launch.agent"}
 TORCH_TOO = {"torch", "transformers", "accelerate", "torchdata", "numpy", "tensorboard", "datasets"}
 
 
-def modules() -> dict[str, ast.Module]:
-    """Dotted name below the package -> syntax tree."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        name = ".".join(part for part in parts if part != "__init__")
-        found[name] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
+class Modules(UserDict[str, Any]):
+    """Dotted name below the package -> syntax tree, made when it is asked for: every process of xdist is here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for path in sorted(PACKAGE.rglob("*.py")):
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            self[".".join(part for part in parts if part != "__init__")] = path
+
+    def __getitem__(self, name: str) -> ast.Module:
+        if isinstance(found := self.data[name], Path):
+            self[name] = found = ast.parse(found.read_text(encoding="utf-8"))
+        return found
 
 
-MODULES = modules()
+MODULES = Modules()
 COMMANDS = {where.partition(":")[0].removeprefix("forgather_cli.") for where in app.COMMANDS.values()}
 """The modules of commands, which a room has in its own folder."""
 
@@ -114,13 +121,16 @@ def layer(module: str) -> str:
     return module.split(".")[0]
 
 
-def imports(tree: ast.Module, *, lazy: bool = True) -> Iterator[str]:
+@functools.cache
+def imports(tree: ast.Module, *, lazy: bool = True) -> list[str]:
     """Dotted names that a module imports; without ``lazy`` only those that its own import runs."""
+    found = []
     for node in ast.walk(tree) if lazy else at_module_level(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def at_module_level(node: ast.AST) -> Iterator[ast.AST]:

@@ -70,7 +70,8 @@ def uninterrupted(words: Sequence[str], environment: dict[str, str], output: Pat
 
 
 class Campaign:
-    """Trials under ``work``, which share the runs that they are compared with: ``reference`` makes each of those."""
+    """Trials under ``work``, which share the runs that they are compared with: ``reference`` makes each of those, and
+    ``job`` starts those that are killed."""
 
     def __init__(
         self,
@@ -79,9 +80,10 @@ class Campaign:
         layouts: Sequence[str] = (),
         reference: Callable[[Sequence[str], dict[str, str], Path], int] = uninterrupted,
         *,
+        job: type[Job] = Job,
         adapters: bool = False,
     ) -> None:
-        self._work, self._layouts, self._make_reference = work, layouts, reference
+        self._work, self._layouts, self._make_reference, self._start = work, layouts, reference, job
         self._recipes = ADAPTERS if adapters else RECIPES
         self._corpus = work / "corpus"
         write_corpus(self._corpus)
@@ -161,7 +163,7 @@ class Campaign:
             words = ["resume", str(run), *moved]
         else:
             words = ["train", *changes, f"output_dir={run}", "resume_from_checkpoint=true"]
-        return Job(run, words, self._environment, run.parent / "output.txt")
+        return self._start(run, words, self._environment, run.parent / "output.txt")
 
     def reference(self, plan: Plan) -> Path:
         """The uninterrupted run of a plan's layout and settings, which is made when it is first asked for."""

@@ -11,11 +11,18 @@ import test_adapters_peft as against_peft
 import test_adapters_runs as runs
 import test_adapters_strategies as strategies
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from lazily import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LoraConfig,
+    MixtralConfig,
+    PeftModel,
+    Qwen3MoeConfig,
+    get_peft_model,
+)
 from program import forgather
 from ranks import run_ranks
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, Qwen3MoeConfig
 
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
 from forgather_cli.adapters.load import with_adapter

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.adapters.directory import WEIGHTS, write_config
 from forgather_cli.adapters.layers import adapted_layers, is_adapter

@@ -8,16 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import tiny
 import torch
-from peft import PeftModel
+from lazily import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, PeftModel, bitsandbytes
 from program import forgather, printed
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.adapters.directory import QUANTIZATION, WEIGHTS, write_config
 from forgather_cli.adapters.load import starting

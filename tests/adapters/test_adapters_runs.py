@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LoraConfig, PeftModel, get_peft_model
 from program import forgather
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.manifest import NAME

@@ -9,11 +9,11 @@ import parity
 import pytest
 import tiny
 import torch
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.config.load import load_config
 from forgather_cli.models.parts import named_tensors

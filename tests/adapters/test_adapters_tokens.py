@@ -12,13 +12,12 @@ import test_adapters_peft as against_peft
 import test_adapters_runs as runs
 import test_adapters_strategies as strategies
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LoraConfig, PeftModel, get_peft_model
 from program import forgather
 from ranks import run_ranks
 from safetensors.torch import load_file
 from test_adapters_peft import IDS, SHAPE
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
 from forgather_cli.adapters.load import with_adapter
