@@ -350,21 +350,20 @@ def test_writers_killed_at_random_moments_leave_whole_checkpoints(tmp_path: Path
     assert int(job.lines[-1].split()[-1]) >= 8
 
 
-def test_a_worker_that_ends_while_old_checkpoints_are_deleted_ends_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("moment", ["writing", "deleting"])
+def test_a_data_worker_that_ends_during_a_save_ends_the_run(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch tells the main thread by an error, wherever that is; the next start clears what it was about to remove."""
+    """torch tells the main thread by an error, wherever that is; the next start clears what it has left."""
     saver = saving.checkpointer(tmp_path, save_total_limit=1)
     saving.save(saver, 1)
-
-    def told(path: Path) -> None:
-        raise TrainingError("a worker has ended")
-
-    monkeypatch.setattr(retention, "remove", told)
+    ended = saving.failing(TrainingError("a worker has ended"))
+    changes = {"write_model_files": ended} if moment == "writing" else {}
+    monkeypatch.setattr(retention, "remove", ended)
     with pytest.raises(TrainingError, match="a worker has ended"):
-        saving.save(saver, 2)
+        saving.save(saver, 2, **changes)
     monkeypatch.undo()
     assert len(saving.debris(saver.run)) == 1
     saving.checkpointer(tmp_path).clean()
     assert saving.debris(saver.run) == []
-    assert saver.run.checkpoint_steps() == [2]
+    assert saver.run.checkpoint_steps() == [1 if moment == "writing" else 2]
