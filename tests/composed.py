@@ -16,24 +16,24 @@ from omegaconf import OmegaConf
 from forgather_cli.config import compose
 
 
-class _Composed(dict[str, bytes]):
+class _Composed(dict[str, Any]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def pop(self, key: str, default: bytes | None = None) -> bytes | None:  # type: ignore[override]
+    def pop(self, key: str, default: Any = None) -> Any:
         found = super().pop(key, None)
         if found is None:
             with contextlib.suppress(FileNotFoundError):
-                found = self._file(key).read_bytes()
+                found = pickle.loads(self._file(key).read_bytes())
         return found or default
 
-    def __setitem__(self, key: str, found: bytes) -> None:
+    def __setitem__(self, key: str, found: Any) -> None:
         super().__setitem__(key, found)
         file = self._file(key)
         if not file.exists():
             with contextlib.suppress(OSError):  # a test lets disks be full
                 unfinished = file.with_suffix(f".{os.getpid()}")
-                unfinished.write_bytes(found)
+                unfinished.write_bytes(pickle.dumps(found))
                 unfinished.rename(file)
 
     def _file(self, key: str) -> Path:

@@ -34,6 +34,9 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["plain", "warm"])
 
 
+FREEZE_COUNT = gc.get_freeze_count
+
+
 def freeze() -> None:
     """Look for garbage among new objects from now on, here and in forks.
 

@@ -117,7 +117,7 @@ def test_an_adapter_names_a_model_of_the_hub(hub: Hub, monkeypatch: pytest.Monke
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     adapter = shutil.copytree(adapter, "adapter")
     assert forgather("generate", str(adapter), "--prompt", "x", "--max-new-tokens", "2", "--device", "cpu") == 0
-    assert forgather(*TRAIN, "adapter=lora", "adapter.r=2", "adapter.init_from=adapter", "output_dir=more") == 0
+    assert forgather(*TRAIN, "adapter=lora", "adapter.r=2", "adapter.from_adapter=adapter", "output_dir=more") == 0
 
 
 def test_what_cannot_be_had_is_one_sentence(

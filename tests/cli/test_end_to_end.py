@@ -220,6 +220,7 @@ def test_what_is_read_fits_80_columns_or_is_one_json_document(
 # -------------------------------------------------------------------------------------- every recipe, every option
 
 
+CHATS = ("chat_finetune", "lora_finetune", "qlora_finetune")
 ACCELERATE = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
 
 
@@ -231,7 +232,7 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
     weights = f"model.path={RunDir(trained).checkpoint(8)}/model"
     own = {
         "finetune": [weights],
-        "chat_finetune": [weights, "data.chat_template=chatml"],
+        **{name: [weights, "data.chat_template=chatml", f"data.add_tokens={name == CHATS[0]}"] for name in CHATS},
         "qat": [weights],
         "pretrain_1b_pipeline": [*shape, "nproc_per_node=2", "n_microbatches=2", "per_device_eval_batch_size=2"],
         "pretrain_1b_nodes": [*shape, "nnodes=1", "nproc_per_node=2"],
@@ -247,7 +248,7 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
     steps = ["max_steps=2", "seq_len=32", "global_batch_size=2", f"per_device_train_batch_size={batch}",
              "warmup_steps=1", "max_eval_samples=2", "eval_steps=2", "callbacks.textgen.max_new_tokens=4",
              "device=cpu"]  # fmt: skip
-    data = chats() if recipe == "chat_finetune" else corpus
+    data = chats() if recipe in CHATS else corpus
     if is_paired:
         steps.remove("seq_len=32")
         data = [word for word in corpus if not word.startswith("data=")]

@@ -23,8 +23,8 @@ from forgather_cli.config.paths import alternatives, settings
 from forgather_cli.config.schema import FilePath
 from forgather_cli.errors import ConfigError
 
-_PATH = re.compile(r"(_dir|_file|files|\.path|tokenizer|dataset|chat_template|init_from|certificate|tls_key|prompts"
-                   r"|resume_from_checkpoint|accelerate_config|model\.config)$")  # fmt: skip
+_PATH = re.compile(r"(_dir|_file|files|\.path|tokenizer|dataset|chat_template|init_from|from_adapter|certificate|tls_key"
+                   r"|prompts|resume_from_checkpoint|accelerate_config|model\.config)$")  # fmt: skip
 _OTHER = {"model.replace_tokenizer", "overwrite_output_dir"}
 
 
@@ -57,6 +57,7 @@ WORDS = {
     "data=instruct files=[a] chat_template=~/x": lambda c: c.data.chat_template,
     "data=hf dataset=~/x": lambda c: c.data.dataset,
     "model=pretrained model.path=~/x": lambda c: c.data.tokenizer,
+    "model=pretrained model.path=x adapter=lora from_adapter=~/x": lambda c: c.adapter.from_adapter,
     "model=transformers model.config=~/x": lambda c: c.model.config,
     "callbacks.textgen.prompts=~/x": lambda c: c.callbacks.textgen.prompts,
     "++callbacks.profiler.output_dir=~/x": lambda c: c.callbacks.profiler.output_dir,
