@@ -23,8 +23,8 @@ from forgather_cli.config.paths import alternatives, settings
 from forgather_cli.config.schema import FilePath
 from forgather_cli.errors import ConfigError
 
-_PATH = re.compile(r"(_dir|_file|files|\.path|tokenizer|dataset|chat_template|init_from|from_adapter|certificate|tls_key"
-                   r"|prompts|resume_from_checkpoint|accelerate_config|model\.config)$")  # fmt: skip
+_PATH = re.compile(r"(_dir|_file|files|\.path|tokenizer|dataset|chat_template|init_from|from_adapter|certificate"
+                   r"|tls_key|prompts|resume_from_checkpoint|accelerate_config|model\.config)$")  # fmt: skip
 _OTHER = {"model.replace_tokenizer", "overwrite_output_dir"}
 
 
