@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import torch.distributed as dist
 from lazily import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, PeftModel, bitsandbytes
 from program import forgather, printed
 from ranks import run_ranks
@@ -233,6 +234,7 @@ def test_a_run_is_evaluated_and_finalized_as_it_was_trained(
         losses.append(said.json()["eval_loss"])
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
     said = printed(capsys, "eval", "adapter", *words[1:3], "data.seq_len=16", "trainer=fsdp2", "nproc_per_node=1")
+    dist.destroy_process_group()  # of this process alone
     assert said.code == 2
     assert "runs under trainer=single and ddp" in " ".join(said.err.split())
     # its matrices go on beside the base as it is stored, too

@@ -137,6 +137,32 @@ def test_averages_of_single_sgd_steps_are_data_parallel_training(tmp_path: Path)
     assert largest_difference(found, {name: expected[name] for name in found}) < 1e-6
 
 
+def test_of_an_adapter_what_is_trained_travels_alone(tmp_path: Path) -> None:
+    """As data-parallel training of it; the server's checkpoints are adapters too."""
+    assert forgather("train", *RECIPE, "max_steps=1", "warmup_steps=0", f"output_dir={tmp_path / 'base'}") == 0
+    base = RunDir(tmp_path / "base").checkpoint(1) / "model"
+    shape = ("model", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads")
+    recipe = [word for word in RECIPE if not word.startswith(shape)] + [*SGD, "model=pretrained"]
+    recipe += [f"model.path={base}", "adapter=lora", "adapter.r=2", "max_steps=3"]
+    outer = ("diloco.outer.lr=1.0", "diloco.outer.momentum=0.0", "diloco.outer.nesterov=false", "diloco.sync_every=1")
+    with serving(tmp_path / "server", *recipe, *outer, "diloco.compression=fp32", "diloco.workers=2") as server:
+        processes = [
+            Process("diloco", "worker", "default", *recipe, f"output_dir={tmp_path / name}", "--server",
+                    f"127.0.0.1:{server.client.port}", env={"DILOCO_TOKEN": server.client.token})
+            for name in "ab"
+        ]  # fmt: skip
+        finish(*processes)
+        found = global_weights(server, 3)
+        received = server.client.status()["received"]
+    assert forgather("train", "default", *recipe, f"global_batch_size={2 * BATCH}", f"output_dir={tmp_path / 'whole'}") == 0
+    files = [RunDir(tmp_path / name) for name in ("whole", "server")]
+    whole, kept = (load_file(run.checkpoint(3) / "model" / "adapter_model.safetensors") for run in files)
+    prefix = "base_model.model."
+    assert largest_difference(found, {name.removeprefix(prefix): tensor for name, tensor in whole.items()}) < 1e-6
+    assert largest_difference(kept, whole) < 1e-6
+    assert received < 3 * 2 * 2 * sum(4 * tensor.numel() for tensor in found.values())
+
+
 def test_rows_of_any_length_count_though_nobody_states_the_longest(tmp_path: Path) -> None:
     """Beside a member that states more targets than the rows that it names have."""
     own = [word for word in RECIPE if not word.startswith(("data", "seq_len", "per_device", "eval"))]
