@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from multiprocessing.resource_sharer import DupFd, _resource_sharer  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from program import Process
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.data.loaders.workers import _begin
 
 TRAIN = ["train", "model=nano", "precision=fp32", "callbacks=minimal", "device=cpu", "max_steps=5", "output_dir=run",
@@ -99,6 +100,27 @@ def test_a_worker_that_is_killed_ends_the_run_at_once_and_what_a_dataset_raises_
         assert code in (1, 2), process.output
         assert time.monotonic() - begun < 60
         assert "Traceback" not in process.output
+
+
+class KillsWorkers(TrainerCallback):
+    """At the second step, within the save."""
+
+    def state_dict(self) -> dict[str, Any]:
+        for worker in active_children():
+            os.kill(worker.pid or 0, signal.SIGKILL)
+        time.sleep(0.2)  # in which torch says so
+        return {}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_worker_that_is_killed_within_a_save_ends_the_run_behind_it(ranks: int) -> None:
+    words = ["data._target_=test_data_workers.data", "+data.at=-1", "+data.how=killed", "max_steps=16", "save_steps=2",
+             "save_strategy=steps", "+callbacks.kills={_target_:test_data_workers.KillsWorkers}"]  # fmt: skip
+    more = ["trainer=ddp", "nproc_per_node=2"] if ranks == 2 else []
+    with Process(*TRAIN, *words, *more, "global_batch_size=4") as process:
+        assert process.finish() == 1, process.output
+    assert "dataloader_num_workers: a worker has ended" in process.output
+    assert [path.name for path in Path("run/checkpoints").iterdir()] == ["step-00000002"]
 
 
 def _pass_to_nobody(folder: Path) -> None:

@@ -156,10 +156,13 @@ def start_workers(loader: Any) -> Iterator[Any]:
 
 def _received(items: Iterator[Any], loader: Any, room: int | None) -> Iterator[Any]:
     """What workers send. Raises DataError where ``room`` bytes do not hold what they read ahead."""
-    global _has_received, _is_told
-    is_first, _is_told = True, False
+    global _ended, _has_received, _is_told, _is_waited_for
+    is_first, _is_told, _ended = True, False, None
     while True:
         try:
+            _is_waited_for = True
+            if _ended is not None:
+                raise _ended
             item = next(items)
         except StopIteration:
             return
@@ -167,6 +170,8 @@ def _received(items: Iterator[Any], loader: Any, room: int | None) -> Iterator[A
             if (told := _told(error)) is None:
                 raise
             raise told from None
+        finally:
+            _is_waited_for = False
         ahead = loader.num_workers * (loader.prefetch_factor or 2) + 1  # and the one in use
         if is_first and room is not None:
             needed = _bytes_of(item) * ahead * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -198,6 +203,10 @@ def _lacking(what: str) -> str:
 
 _has_received = False
 _is_told = False  # others that end then end with it
+_is_waited_for = False
+"""A batch, by the main thread."""
+_ended: ForgatherError | None = None
+"""What to tell of a worker that has ended while no batch was waited for."""
 
 
 def _told(error: RuntimeError) -> ForgatherError | None:
@@ -219,18 +228,25 @@ def _told(error: RuntimeError) -> ForgatherError | None:
 
 
 def _explain_ends() -> None:
-    """Have the error that torch raises when a worker ends, wherever the main thread is then, say what to do."""
+    """Have the error that torch raises when a worker ends say what to do, and where a batch is waited for.
+
+    torch raises it wherever the main thread is (2.13). Within a save it was taken for the save's failure: half-deleted
+    checkpoints stayed, or this rank went on alone while others waited for it in a collective.
+    """
     raises = signal.getsignal(signal.SIGCHLD)
     if getattr(raises, "__module__", "") != "torch.utils.data._utils.signal_handling":
         return
 
     def handler(signum: int, frame: Any) -> None:
+        global _ended
         try:
             if not _is_told:
                 raises(signum, frame)  # type: ignore[operator,misc]
         except RuntimeError as error:
             if (told := _told(error)) is None:
                 raise
-            raise told from None
+            if _is_waited_for:
+                raise told from None
+            _ended = told
 
     signal.signal(signal.SIGCHLD, handler)
