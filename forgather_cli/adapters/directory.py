@@ -8,6 +8,7 @@ nothing, so that ``quantization_config.json`` lies beside them, in the words of 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,7 +135,8 @@ class AdapterDirectory:
     path: Path
     settings: LoRASettings
     base: Path
-    modules_to_save: tuple[str, ...]
+    trainable: list[str] | None
+    """What trains its ``modules_to_save`` again."""
 
 
 _HARMLESS = (
@@ -175,8 +177,8 @@ def read_adapter(directory: Path) -> AdapterDirectory:
         settings = decode_settings(cls, values)
     except (ConfigError, FieldError) as error:
         raise ModelError(f"{file}: {error}") from error
-    if settings.target_modules != ALL_LINEAR and isinstance(settings.target_modules, list):
-        settings = decode_settings(cls, {**values, "target_modules": sorted(settings.target_modules)})
+    if isinstance(settings.target_modules, list):  # peft's is a set
+        settings = replace(settings, target_modules=sorted(settings.target_modules))
     if settings.trainable_token_indices is None:  # there it means none
         settings = replace(settings, trainable_token_indices=[])
     base, saved = found.get("base_model_name_or_path"), found.get("modules_to_save") or []
@@ -191,7 +193,8 @@ def read_adapter(directory: Path) -> AdapterDirectory:
             f"{file}: the model that it is for is not at {base}; bring it there, or write its directory into "
             "base_model_name_or_path"
         )
-    return AdapterDirectory(directory, settings, place, tuple(saved))
+    trainable = [rf"(^|\.){re.escape(name)}\.[^.]*$" for name in saved] or None
+    return AdapterDirectory(directory, settings, place, trainable)
 
 
 def check_same_base(adapter: AdapterDirectory, base: Path) -> None:

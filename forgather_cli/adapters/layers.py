@@ -14,16 +14,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from forgather_cli.adapters.nf4 import NF4Linear
+from forgather_cli.adapters.nf4 import NF4Linear, become, without
+from forgather_cli.models.init import stable_seed
 from forgather_cli.models.resize import rows_like
 from forgather_cli.shards import fill_local, is_sharded, local
 
@@ -58,7 +58,16 @@ class Adapted(nn.Module):
         """The parameter ``name`` with the adapter in it, in fp32."""
         raise NotImplementedError
 
-    def start(self, name: str, tensor: Tensor, generator: Generator) -> None:
+    @torch.no_grad()
+    def start(self, seed: int, path: str) -> None:
+        """Fill the adapter of this layer, whose weight is there: by (seed, full name), the same in every layout."""
+        for name, parameter in self.named_parameters():
+            if name.startswith(MEMBERS) and name != "lora_magnitude_vector":
+                drawn = torch.empty(parameter.shape)
+                self._draw(name, drawn, Generator().manual_seed(stable_seed(seed, f"{path}.{name}")))
+                fill_local(parameter, drawn)
+
+    def _draw(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Write the initial value of the adapter's parameter ``name`` into ``tensor`` (whole, fp32, on the CPU)."""
         raise NotImplementedError
 
@@ -147,8 +156,25 @@ class AdaptedLinear(Adapted):
             whole *= (self.lora_magnitude_vector.float() / (norms + (norms == 0)))[:, None]
         return whole
 
-    def start(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        _start(name, tensor, generator, self.adapter)
+    @torch.no_grad()
+    def start(self, seed: int, path: str) -> None:
+        super().start(seed, path)
+        if not self.adapter.is_dora:
+            return
+        # DoRA's norms are those of the weight's rows, which this rank's rows of the weight tell: B is zero yet
+        assert self.lora_magnitude_vector is not None
+        held, own = local(self.lora_magnitude_vector), local(self.weight)
+        rows = own.T if isinstance(self, AdaptedConv1D) else own
+        if rows.shape[0] == held.shape[0]:
+            held.copy_(rows.float().norm(dim=1))
+            return
+        whole: Any = self.weight  # columns are cut (Conv1D under fsdp2): its rows are on other ranks
+        full = whole.full_tensor()
+        norms = (full.T if isinstance(self, AdaptedConv1D) else full).float().norm(dim=1)
+        fill_local(self.lora_magnitude_vector, norms)
+
+    def _draw(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        _draw(name, tensor, generator, self.adapter)
 
 
 class AdaptedConv1D(AdaptedLinear):
@@ -178,7 +204,7 @@ class AdaptedEmbedding(Adapted):
             self.adapter.scaling
         )
 
-    def start(self, name: str, tensor: Tensor, generator: Generator) -> None:
+    def _draw(self, name: str, tensor: Tensor, generator: Generator) -> None:
         if name == "lora_embedding_A":
             tensor.zero_()
         else:
@@ -228,8 +254,8 @@ class AdaptedParameters(Adapted):
         left, right = self._factors(name, torch.float32)
         return weight.float() + left @ right * self.adapters[name].scaling
 
-    def start(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        _start(name, tensor, generator, [*reversed(self.adapters.values())][name.count("base_layer.")])
+    def _draw(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        _draw(name, tensor, generator, [*reversed(self.adapters.values())][name.count("base_layer.")])
 
 
 class TokenRows(Adapted):
@@ -255,8 +281,10 @@ class TokenRows(Adapted):
         return self.weight.float().index_copy(0, self._ids(rows.device), rows)
 
     @torch.no_grad()
-    def start_rows(self) -> None:
+    def start(self, seed: int, path: str) -> None:
         """Take the rows of the weight; for tokens that are new the mean of those before."""
+        if self.source[0] is not self:
+            return
         weight: Any = self.weight
         whole = weight.full_tensor() if is_sharded(weight) else weight
         if self.is_new:
@@ -296,7 +324,7 @@ def _is_in_out(module: nn.Module) -> bool:
     return bool(getattr(module, "is_transposed", False))
 
 
-def _start(name: str, tensor: Tensor, generator: Generator, shape: LowRank) -> None:
+def _draw(name: str, tensor: Tensor, generator: Generator, shape: LowRank) -> None:
     if name.endswith("lora_B.weight"):
         tensor.zero_()
     elif shape.is_gaussian:
@@ -340,7 +368,7 @@ def attach(layer: nn.Module, shape: LowRank, dtype: torch.dtype) -> None:
         _add_pair(layer, inner, shape.rank, outer, options)
         if shape.is_dora:
             layer.lora_magnitude_vector = nn.Parameter(torch.ones(outer, **options))
-    layer.__class__ = _mixed(cast(Any, kind), cast(Any, type(layer)))
+    become(layer, kind, "Adapted")
     layer.adapter = shape  # type: ignore[assignment]
 
 
@@ -354,7 +382,7 @@ def attach_to_parameters(module: nn.Module, shapes: dict[str, LowRank], dtype: t
         experts, inner, outer = parameter_sizes(module, name)
         options = {"dtype": dtype, "device": module.get_parameter(name).device}
         _add_pair(holder, inner, shape.rank * experts, outer, options)
-    module.__class__ = _mixed(AdaptedParameters, cast(Any, type(module)))
+    become(module, AdaptedParameters, "Adapted")
     module.adapters = shapes  # type: ignore[assignment]
 
 
@@ -374,30 +402,9 @@ def attach_rows(
         rows = torch.empty(len(token_ids), weight.shape[1], dtype=dtype, device=weight.device)
         layer.token_adapter = nn.Module()
         layer.token_adapter.trainable_tokens_delta = nn.Parameter(rows)
-    kind: Any = EmbeddingRows if isinstance(layer, nn.Embedding) else HeadRows
-    layer.__class__ = _mixed(kind, cast(Any, type(layer)))
+    become(layer, EmbeddingRows if isinstance(layer, nn.Embedding) else HeadRows, "Adapted")
     made: Any = layer
     made.token_ids, made.source, made.is_new = token_ids, (tied_to or layer,), is_new
-
-
-@cache
-def _mixed(kind: Any, base: Any) -> Any:
-    return type(f"Adapted{base.__name__}", (kind, base), {})
-
-
-@torch.no_grad()
-def start_magnitudes(layer: AdaptedLinear) -> None:
-    """DoRA's norms are those of the weight's rows, which this rank's rows of the weight tell: B is zero yet."""
-    assert layer.lora_magnitude_vector is not None
-    weight = local(layer.weight)
-    rows = weight.T if isinstance(layer, AdaptedConv1D) else weight
-    held = local(layer.lora_magnitude_vector)
-    if rows.shape[0] == held.shape[0]:
-        held.copy_(rows.float().norm(dim=1))
-        return
-    whole: Any = layer.weight  # columns are cut (Conv1D under fsdp2): its rows are on other ranks
-    full = whole.full_tensor()
-    fill_local(layer.lora_magnitude_vector, (full.T if isinstance(layer, AdaptedConv1D) else full).float().norm(dim=1))
 
 
 def adapted_layers(part: nn.Module) -> Iterator[tuple[str, Adapted]]:
@@ -407,17 +414,6 @@ def adapted_layers(part: nn.Module) -> Iterator[tuple[str, Adapted]]:
             yield path, layer
 
 
-@contextmanager
-def without_adapters(part: nn.Module) -> Iterator[None]:
-    """Inside, the adapters' parameters are not there, so that what fills a model by its names fills the base."""
-    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for _, layer in adapted_layers(part):
-        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)
-        for members in kinds:
-            own = {name: members.pop(name) for name in list(members) if name.startswith(MEMBERS)}
-            taken.append((members, own))
-    try:
-        yield
-    finally:
-        for members, own in taken:
-            members.update(own)
+def without_adapters(part: nn.Module) -> AbstractContextManager[None]:
+    """Inside, the adapters' parameters are not there: the base alone is filled or read."""
+    return without([layer for _, layer in adapted_layers(part)], MEMBERS)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from forgather_cli.adapters.directory import (
     CONFIG,
@@ -21,23 +21,19 @@ from forgather_cli.adapters.directory import (
     own_name,
 )
 from forgather_cli.adapters.layers import (
-    MEMBERS,
-    AdaptedLinear,
-    TokenRows,
     adapted_layers,
     is_adapter,
-    start_magnitudes,
     without_adapters,
 )
 from forgather_cli.adapters.model import attach_adapters, attach_rows_of, to_four_bits
-from forgather_cli.adapters.nf4 import packed_layers, read_packed, without_packed
+from forgather_cli.adapters.nf4 import packed_layers, read_packed, without
 from forgather_cli.adapters.targets import parameter_targets, targets
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.config.schema import Config, LoRASettings, QLoRASettings
 from forgather_cli.errors import ModelError
 from forgather_cli.models.build import tensor_reader
-from forgather_cli.models.init import stable_seed
+from forgather_cli.models.parts import train_only
 from forgather_cli.precision import compute_dtype
 from forgather_cli.shards import fill_local, not_finite
 
@@ -63,9 +59,7 @@ def as_base(
     which is ``fill`` but for weights in four bits. Raises ModelError."""
     if not isinstance(adapter.settings, QLoRASettings):
         return fill
-    for name, parameter in model.named_parameters():
-        ends = tuple(f".{each}" for each in adapter.modules_to_save)
-        parameter.requires_grad_(f".{name.rpartition('.')[0]}".endswith(ends))
+    train_only(model, adapter.trainable or [])  # what was trained as a whole is not packed
     to_four_bits(model, adapter.settings)
     return lambda part: fill_base(part, option, fill, torch.float32)
 
@@ -82,28 +76,12 @@ def with_adapter(model: nn.Module, adapter: AdapterDirectory, dtype: torch.dtype
 def fill_base(part: nn.Module, option: Any, init: Callable[[nn.Module], None], dtype: torch.dtype) -> None:
     """Fill what the model option says, all but adapters: by ``init``, and weights in four bits one by one, which are
     computed with in ``dtype``. Raises ModelError."""
-    with without_adapters(part), without_packed(part):
+    packed = [layer for _, layer in packed_layers(part)]
+    with without_adapters(part), without(packed, "weight"):
         init(part)
         device = next(part.parameters()).device
-    if any(True for _ in packed_layers(part)):
+    if packed:
         read_packed(part, tensor_reader(option, part), dtype, device)
-
-
-@torch.no_grad()
-def start(part: nn.Module, seed: int) -> None:
-    """Fill the adapters of ``part``, whose weights are there."""
-    for path, layer in adapted_layers(part):
-        if isinstance(layer, TokenRows):
-            if layer.source[0] is layer:
-                layer.start_rows()
-            continue
-        for name, parameter in layer.named_parameters():
-            if name.startswith(MEMBERS) and name != "lora_magnitude_vector":
-                drawn = torch.empty(parameter.shape)
-                layer.start(name, drawn, Generator().manual_seed(stable_seed(seed, f"{path}.{name}")))
-                fill_local(parameter, drawn)
-        if isinstance(layer, AdaptedLinear) and layer.adapter.is_dora:
-            start_magnitudes(layer)
 
 
 def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Callable[[nn.Module], None]:
@@ -118,10 +96,11 @@ def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Ca
 
     def fill(part: nn.Module) -> None:
         fill_base(part, config.model, init, compute_dtype(config.precision))
-        if before is None:
-            start(part, seed)
-        else:
+        if before is not None:
             fill_from(part, before)
+            return
+        for path, layer in adapted_layers(part):
+            layer.start(seed, path)
 
     return fill
 

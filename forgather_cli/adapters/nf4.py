@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, cast
@@ -118,13 +118,18 @@ def freeze(layer: nn.Module, *, double_quant: bool) -> int:
     layer.stored_shape, layer.state, layer.double_quant = weight.shape, None, double_quant  # type: ignore[assignment]
     layer.weight = nn.Parameter(torch.empty(0, dtype=torch.uint8, device=weight.device), requires_grad=False)
     layer.weight.num_packed = weight.numel()  # type: ignore[attr-defined]
-    layer.__class__ = _mixed(cast(Any, type(layer)))
+    become(layer, NF4Linear, "NF4")
     return int(weight.numel())
 
 
+def become(layer: nn.Module, kind: Any, prefix: str) -> None:
+    """Make ``layer``, in place, one of ``kind`` that is one of its own class too, whose name gets the prefix."""
+    layer.__class__ = _mixed(kind, cast(Any, type(layer)), prefix)
+
+
 @cache
-def _mixed(base: Any) -> Any:
-    return type(f"NF4{base.__name__}", (NF4Linear, base), {})
+def _mixed(kind: Any, base: Any, prefix: str) -> Any:
+    return type(f"{prefix}{base.__name__}", (kind, base), {})
 
 
 def packed_layers(part: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
@@ -135,14 +140,19 @@ def packed_layers(part: nn.Module) -> Iterator[tuple[str, NF4Linear]]:
 
 
 @contextmanager
-def without_packed(part: nn.Module) -> Iterator[None]:
-    """Inside, weights in four bits are not there, so that what fills a model by its names fills the others."""
-    taken = [(layer, layer._parameters.pop("weight")) for _, layer in packed_layers(part)]
+def without(layers: Iterable[nn.Module], begins: str | tuple[str, ...]) -> Iterator[None]:
+    """Inside, these layers lack the parameters and modules whose names begin so: what fills or reads a model by its
+    names leaves them out."""
+    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for layer in layers:
+        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)
+        for members in kinds:
+            taken.append((members, {name: members.pop(name) for name in list(members) if name.startswith(begins)}))
     try:
         yield
     finally:
-        for layer, weight in taken:
-            layer._parameters["weight"] = weight
+        for members, own in taken:
+            members.update(own)
 
 
 def read_packed(part: nn.Module, read: Callable[[str], Tensor], dtype: torch.dtype, device: torch.device) -> None:

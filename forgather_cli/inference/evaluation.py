@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -161,10 +160,8 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
             raise ModelError(
                 f"{found.path}: was trained beside a base in four bits, and runs under trainer=single and ddp; set one"
             )
-        # what was trained as a whole is not packed
-        whole = [rf"(^|\.){re.escape(name)}\.[^.]*$" for name in adapter.modules_to_save] or None
         settings = replace(adapter.settings, from_adapter=str(found.directory))
-        config = replace(config, adapter=settings, trainable=whole)
+        config = replace(config, adapter=settings, trainable=adapter.trainable)
     init = partial(fill, config, device, seed=0) if is_directory else None
     build = partial(construct, config, device, vocab_size=data.vocab_size, seq_len=data.seq_len)
     strategy.materialize(model_spec(build, config, strategy, init=init))

@@ -234,18 +234,15 @@ def main() -> None:
         cases = [(shape, kind) for shape in a.shapes for kind in a.kinds]
         for shape in a.shapes:
             write_base(shape, Path(folder) / shape)
-        if a.only != "processes":
-            print("\n| model | runner | step, ms | over peft (quartiles) | CPU time, ms | over peft (quartiles) |")
-            print("|---|---|---|---|---|---|", flush=True)
+        steps = ["step, ms", "over peft (quartiles)", "CPU time, ms", "over peft (quartiles)"]
+        processes = ["start to first step, s", "peak, MiB", "checkpoint, MiB"]
+        tables = {"steps": (steps, measure_steps), "processes": (processes, measure_processes)}
+        for columns, measure in tables.values() if a.only is None else [tables[a.only]]:
+            head = ["model", "runner", *columns]
+            print(f"\n| {' | '.join(head)} |\n|{'---|' * len(head)}", flush=True)
             for a.shape, a.kind in cases:
                 a.base = f"{folder}/{a.shape}"
-                measure_steps(a)
-        if a.only != "steps":
-            print("\n| model | runner | start to first step, s | peak, MiB | checkpoint, MiB |")
-            print("|---|---|---|---|---|", flush=True)
-            for a.shape, a.kind in cases:
-                a.base = f"{folder}/{a.shape}"
-                measure_processes(a)
+                measure(a)
 
 
 if __name__ == "__main__":

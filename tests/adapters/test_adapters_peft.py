@@ -54,10 +54,10 @@ def config_of(base: Path, *words: str, model: str = "pretrained") -> Config:
     return load_config("default", [f"model={model}", f"model.path={base}", "precision=fp32", *words]).config
 
 
-def ours(config: Config, seed: int = 1) -> nn.Module:
+def ours(config: Config, seed: int = 1, vocab_size: int = SHAPE["vocab_size"]) -> nn.Module:
     """The adapted model, filled as a run fills it."""
     with torch.device("meta"):
-        model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
+        model = build_model(config.model, vocab_size=vocab_size, seq_len=8)
     adapt(model, config.adapter, config)
     allocate(model, "cpu")
     starting(lambda part: initialize(config.model, part, 0), config, seed)(model)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_adapters_peft as against_peft
 import tiny
 import torch
 import torch.distributed as dist
@@ -18,9 +19,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from forgather_cli.adapters.directory import QUANTIZATION, WEIGHTS, write_config
-from forgather_cli.adapters.load import starting
-from forgather_cli.adapters.model import adapt
+from forgather_cli.adapters.directory import QUANTIZATION, WEIGHTS
 from forgather_cli.adapters.nf4 import packed_layers
 from forgather_cli.callbacks.metrics import take_interval_peak
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
@@ -30,8 +29,6 @@ from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.inference.source import load_source
 from forgather_cli.launch import start
 from forgather_cli.loss import model_logits
-from forgather_cli.models.build import build_model, initialize
-from forgather_cli.models.init import allocate
 from forgather_cli.models.transform import apply_activation_checkpointing
 from forgather_cli.run_dir import RunDir
 
@@ -79,25 +76,7 @@ def config_of(base: Path, *words: str) -> Config:
 
 def ours(config: Config) -> nn.Module:
     """The adapted model, filled as a run fills it, its adapters moved as training does."""
-    with torch.device("meta"):
-        model = build_model(config.model, vocab_size=260, seq_len=8)
-    adapt(model, config.adapter, config)
-    allocate(model, "cpu")
-    starting(lambda part: initialize(config.model, part, 0), config, 1)(model)
-    torch.manual_seed(2)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter), alpha=0.2)
-    return model.eval()  # GPT-2 drops out
-
-
-def adapter_of(model: nn.Module, config: Config, directory: Path) -> Path:
-    directory.mkdir()
-    trained = {ADAPTER_PREFIX + n: p.detach().contiguous() for n, p in model.named_parameters() if p.requires_grad}
-    save_file(trained, directory / WEIGHTS, metadata={"format": "pt"})
-    write_config(directory, model, config)
-    return directory
+    return against_peft.stirred(against_peft.ours(config, vocab_size=260)).eval()  # GPT-2 drops out
 
 
 def in_peft(base: Path, adapter: Path) -> Any:
@@ -148,7 +127,7 @@ def test_forward_and_gradients_are_those_of_peft_and_of_unpacked_weights(
     base = request.getfixturevalue("gpt2" if case == "gpt2" else "base")
     config = config_of(base, "adapter=qlora", *CASES[case])
     mine = ours(config)
-    theirs = in_peft(base, adapter_of(mine, config, tmp_path / "adapter"))
+    theirs = in_peft(base, against_peft.saved(mine, config, tmp_path / "adapter"))
     logits, wanted = mine(IDS), theirs(IDS).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
     own = gradients(mine, logits)
