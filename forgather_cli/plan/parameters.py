@@ -55,12 +55,15 @@ def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
         weight_decay=config.weight_decay,
     )
     trained = {row.name: row for row in described}
-    packed, adapted = _packed(model, config), not isinstance(config.adapter, NoAdapter)
-    rows = []
+    packed, adapters, rows = _packed(model, config), set[str](), []
+    if not isinstance(config.adapter, NoAdapter):
+        from forgather_cli.adapters.layers import is_adapter
+
+        adapters = set(filter(is_adapter, named))
     for name, parameter in named.items():
         shape, size = packed.get(name, (tuple(parameter.shape), parameter.nbytes))
         row = trained.get(name) or ParameterRow(name, shape, "frozen", "-", 0.0, None, 0)
-        kind = "adapter" if adapted and "lora_" in name else kind_of(name)
+        kind = "adapter" if name in adapters else kind_of(name)
         made = PlannedParameter(
             **vars(row), numel=math.prod(shape), weight_bytes=size, trained=name in trained, kind=kind
         )
