@@ -104,8 +104,12 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
     room = job.conversion(stored).num_bytes * (1 + bool(options.quantize))
     if job.chosen.is_made:  # first of all
         room += sum(spec.num_bytes for spec in Weights(stored).specs().values())
+    if options.gguf_types:
+        from forgather_cli.gguf.files import size_of
+
+        room += size_of(job)
     with new_directory(destination, room) as directory:
-        report = _made(job, directory, say)
+        report = _made(job, directory, destination.resolve().name, say)
         report["destination"] = str(destination.resolve())
         write_json(directory / REPORT, report)
         (directory / "README.md").write_text(model_card(report, destination.resolve().name), encoding="utf-8")
@@ -116,6 +120,10 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
 def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say) -> FinalizePlan:
     """Find, verify and check everything that can be known before anything is written."""
     check_absent(destination)
+    if options.gguf_types:
+        from forgather_cli.gguf.reader import check_installed
+
+        check_installed("--gguf")
     new_tokens = [] if options.add_tokens is None else read_new_tokens(options.add_tokens)
     template = None if options.chat_template is None else read_chat_template(options.chat_template)
     if options.quantize is not None:
@@ -168,8 +176,8 @@ def describe(job: FinalizePlan) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ making
 
 
-def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
-    """Fill ``directory``; returns the report."""
+def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, Any]:
+    """Fill ``directory``, which will have this name; returns the report."""
     options = job.options
     if job.chosen.members:
         say(f"averaging {len(job.chosen.members)} checkpoints")
@@ -212,12 +220,17 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
     proof["vocabulary_grew"] = bool(job.vocab.added)
     if apart is not None:
         proof["merge"] = compare_merge(reference.exact, apart)
+    files: list[dict[str, Any]] = []
+    if options.gguf_types:
+        from forgather_cli.gguf.files import write_and_prove
+
+        files = write_and_prove(job, directory, name, sample, stop, say)
     decoded = load_tokenizer(str(directory))
     sizes = {path: path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()}
     versions = {"forgather": forgather_cli.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    for name in ("transformers", "peft", "torchao"):
-        if importlib.util.find_spec(name) is not None:
-            versions[name] = importlib.metadata.version(name)
+    for package in ("transformers", "peft", "torchao", *(("gguf", "xllamacpp") if files else ())):
+        if importlib.util.find_spec(package) is not None:
+            versions[package] = importlib.metadata.version(package)
     with Bar("hashing the files", "bytes", total=sum(sizes.values())) as bar:
         hashes = {path: hash_range(path, 0, size, bar.add) for path, size in sizes.items()}
     return {
@@ -229,6 +242,7 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
         "quantization": options.quantize,
         **({} if job.chosen.adapter is None else {"adapter": _adapter(job)}),
         "proof": proof,
+        **({"gguf": files} if files else {}),
         "files": {
             path.relative_to(directory).as_posix(): {"bytes": size, "sha256": hashes[path]}
             for path, size in sizes.items()
