@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,10 @@ from forgather_cli.gguf.prove import prove
 from forgather_cli.gguf.write import Contents, write_gguf
 from forgather_cli.models.pretrained import write_config
 
-LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN2 = LLAMA3.replace("{1,3}", "")
 SPECIAL = ["<|begin|>", "<|finish|>", "<|turn|>"]  # none is known to llama.cpp by its text
 TEXTS = [BUILT_IN, "def f(x):\n    return x ** 2\n" * 3, "it's 1234567 o'clock, they'RE 99 11"]
@@ -58,14 +62,11 @@ def sentencepiece(directory: Path, kind: str) -> None:
             vocab_size=300, show_progress=False, special_tokens=special, unk_token="<unk>"
         )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    if kind == "bpe":  # trained with splitting, used as Llama 2's is
-        import json
-
-        document = json.loads(tokenizer.to_str())
-        document["added_tokens"] = [each for each in document["added_tokens"] if each["content"] in special]
-        tokenizer = Tokenizer.from_str(json.dumps(document))
-        tokenizer.pre_tokenizer = None
-        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    document = json.loads(tokenizer.to_str())
+    document["added_tokens"] = [each for each in document["added_tokens"] if each["content"] in special]
+    tokenizer = Tokenizer.from_str(json.dumps(document))  # trained with splitting, used as SentencePiece's are
+    tokenizer.pre_tokenizer = None
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     _finish(tokenizer, directory, special[1:], bos=True)
 
 
