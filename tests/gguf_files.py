@@ -27,6 +27,7 @@ LLAMA3 = (
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2 = LLAMA3.replace("{1,3}", "")
+STOP = ["<|finish|>", "<|turn|>"]
 SPECIAL = ["<|begin|>", "<|finish|>", "<|turn|>"]  # none is known to llama.cpp by its text
 TEXTS = [BUILT_IN, "def f(x):\n    return x ** 2\n" * 3, "it's 1234567 o'clock, they'RE 99 11"]
 Change = Callable[[Contents], Contents]

@@ -39,7 +39,8 @@ def write_and_prove(
     """Write the files of a finalized ``directory`` into it; returns their proofs. Raises SetupError, ProofError."""
     tokenizer = load_tokenizer(str(directory), add_bos=job.chosen.located.add_bos)
     contents = contents_of(directory, tokenizer, stop, general(name, job.chosen.lineage()))
-    sequences = sequences_of(sample)
+    longest = contents.architecture.settings.max_position_embeddings
+    sequences = sequences_of(sample, longest)
     proofs = []
     for kind in job.options.gguf_types:
         file = directory / f"{name}-{kind.upper()}.gguf"
@@ -51,7 +52,7 @@ def write_and_prove(
             ids = ", ".join(f"{tokenizer.decode([n])} ({n})" for n in proofs[-1]["stops_too_at"])
             say(f"llama.cpp stops at {ids} too, by the text of the token, which generation_config.json does not name")
     first = f"{name}-{job.options.gguf_types[0].upper()}.gguf"
-    if not write_modelfile(directory, first, tokenizer, stop, contents.architecture.settings.max_position_embeddings):
+    if not write_modelfile(directory, first, tokenizer, stop, longest):
         say("Modelfile: no TEMPLATE, since this chat template is none of those known in Ollama's language")
     return proofs
 

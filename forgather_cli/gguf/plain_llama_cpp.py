@@ -41,17 +41,20 @@ class Reader:
         self._server = xllamacpp.Server(params)
 
     def ask(self, path: str, **request: Any) -> Any:
-        """What the server answers; raises HTTPError where it refuses."""
+        """What the server answers; raises RuntimeError where it refuses."""
         url = f"{self._server.listening_address}/{path}"
         asked = urllib.request.Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked, timeout=600) as answer:
-            return json.load(answer)
+        try:
+            with urllib.request.urlopen(asked, timeout=600) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            raise RuntimeError(error.read().decode(errors="replace")) from error
 
     def encode(self, text: str, *, add_special: bool = False) -> list[int]:
         asked = self.ask("tokenize", content=text, add_special=add_special, parse_special=True)
         return [int(number) for number in asked["tokens"]]
 
-    def next_token(self, prefix: list[int], forced: int, probabilities: int = 0) -> dict[str, Any]:
+    def next_token(self, prefix: list[int], forced: int, probabilities: int = 0, length: int = 1) -> dict[str, Any]:
         """What follows on a prefix, which is made to be ``forced``.
 
         The probabilities are those before it was. They are not told of a token that is an end, or a part of a
@@ -60,7 +63,7 @@ class Reader:
         answer = self.ask(
             "completion",
             prompt=prefix,
-            n_predict=2,
+            n_predict=length,
             n_probs=probabilities,
             post_sampling_probs=False,
             temperature=0.0,
@@ -98,22 +101,43 @@ def measure(
             answer = reader.next_token(sequence[:stop], plain, probabilities)
             top = answer["completion_probabilities"][0]["top_logprobs"]
             likeliest.append([[each["id"] for each in top], [each["logprob"] for each in top]])
-    ends = [n for n in special if reader.next_token(sequences[0][:1], n)["stop_type"] == "eos"]
+    ends = [n for n in special if reader.next_token(sequences[0][:1], n, length=2)["stop_type"] == "eos"]
     chat = None
     if messages is not None:
         try:
             prompt = reader.ask("apply-template", messages=messages)["prompt"]
             chat = {"prompt": prompt, "ids": reader.encode(prompt, add_special=True)}
-        except urllib.error.HTTPError as error:
-            chat = {"error": json.loads(error.read()).get("error", {}).get("message", str(error))}
+        except RuntimeError as error:
+            chat = {"error": str(error)}
     encoded = [reader.encode(text, add_special=True) for text in texts]
     return {"likeliest": likeliest, "ends": ends, "chat": chat, "texts": encoded}
+
+
+def losses(
+    model: str, threads: int, sequences: list[list[int]], targets: list[list[int]], plain: int, vocab: int
+) -> dict[str, Any]:
+    """Of each sequence the sum over its targets, nats; a target below 0 is none."""
+    reader = Reader(model, max(map(len, sequences)) + 8, threads)
+    made = []
+    for sequence, wanted in zip(sequences, targets, strict=True):
+        loss = 0.0
+        for length, target in enumerate(wanted, 1):
+            if target < 0:
+                continue
+            told = reader.next_token(sequence[:length], target, 1).get("completion_probabilities")
+            if told:
+                loss -= told[0]["logprob"]
+                continue
+            top = reader.next_token(sequence[:length], plain, vocab)["completion_probabilities"][0]["top_logprobs"]
+            loss -= next(each["logprob"] for each in top if each["id"] == target)
+        made.append(loss)
+    return {"losses": made}
 
 
 if __name__ == "__main__":
     try:
         asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        made = (find if asked.pop("do") == "find" else measure)(**asked)
+        made = {"find": find, "measure": measure, "losses": losses}[asked.pop("do")](**asked)  # type: ignore[operator]
         Path(sys.argv[2]).write_text(json.dumps(made), encoding="utf-8")
     except Exception as error:  # whatever llama.cpp raises, it does not read the file
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

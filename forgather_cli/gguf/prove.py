@@ -60,11 +60,11 @@ class Expected:
     """The tokens that follow, -1 for none (T,)."""
 
 
-def sequences_of(sample: Sample) -> list[list[int]]:
-    """The sequences whose prefixes are compared."""
+def sequences_of(sample: Sample, longest: int | None) -> list[list[int]]:
+    """The sequences whose prefixes are compared; llama.cpp takes fewer tokens than the ``longest`` the model knows."""
     found, left = [], NUM_PREFIXES
     for ids, _ in sample.sequences:
-        found.append(ids[0, :left].tolist())
+        found.append(ids[0, : min(left, (longest or NUM_PREFIXES + 1) - 1)].tolist())
         left -= len(found[-1])
         if left <= 0:
             break
@@ -141,7 +141,7 @@ def prove(
         threads=torch.get_num_threads(),
         sequences=sequences,
         probabilities=min(likely.shape[1], 2 * int(likely.sum(-1).max()) + 100),
-        plain=_plain(tokenizer, special),
+        plain=plain_token(tokenizer),
         texts=texts,
         special=special[:64],
         messages=None if template is None else _MESSAGES,
@@ -208,8 +208,9 @@ def _compare_chat(file: Path, template: ChatTemplate, tokenizer: Tokenizer, made
     return "equal"
 
 
-def _plain(tokenizer: Tokenizer, special: list[int]) -> int:
+def plain_token(tokenizer: Tokenizer) -> int:
     """A token that is no end, and whole characters."""
+    special = {*getattr(tokenizer, "all_special_ids", []), tokenizer.eos_token_id}
     numbers = (n for n in range(tokenizer.vocab_size) if n not in special)
     return next(n for n in numbers if tokenizer.decode([n]).strip().isascii() and tokenizer.decode([n]).strip())
 

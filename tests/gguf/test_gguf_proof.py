@@ -7,7 +7,7 @@ from typing import Any
 
 import gguf_files
 import pytest
-from gguf_files import LLAMA3, QWEN2, Change, Made, byte_level, made, sentencepiece
+from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, made, sentencepiece
 
 from forgather_cli.config.schema import RopeScaling
 from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofError
@@ -23,7 +23,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2-llama3": {"attention_bias": True, "attention_output_bias": False, "rope_scaling": IN_LLAMA3},
     "qwen3": {"qk_norm": True, "head_dim": 32, "num_key_value_heads": 1, "rope_scaling": YARN},
 }
-STOP = ["<|finish|>", "<|turn|>"]
 
 
 @pytest.fixture(scope="module")
