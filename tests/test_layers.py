@@ -28,7 +28,10 @@ ALLOWED = {
     },
     "finalize": {
         "adapters.directory", "adapters.merge", "checkpoint", "cli.output", "cli.words", "config.decode", "config.load", "data", "distributed",
-        "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
+        "gguf", "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
+    },
+    "gguf": {
+        "checkpoint", "data", "finalize.plain_transformers", "finalize.sample", "inference.source", "loss", "models",
     },
     "housekeeping": {
         "callbacks.console", "checkpoint.files", "cli.output", "cli.style", "cli.words", "control.registry",

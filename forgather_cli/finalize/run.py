@@ -107,7 +107,7 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
     if options.gguf_types:
         from forgather_cli.gguf.files import size_of
 
-        room += size_of(job)
+        room += size_of(job.model_config, Weights(stored), options.gguf_types)
     with new_directory(destination, room) as directory:
         report = _made(job, directory, destination.resolve().name, say)
         report["destination"] = str(destination.resolve())
@@ -224,7 +224,9 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
     if options.gguf_types:
         from forgather_cli.gguf.files import write_and_prove
 
-        files = write_and_prove(job, directory, name, sample, stop, say)
+        files = write_and_prove(
+            directory, name, options.gguf_types, sample, stop, job.chosen.lineage(), job.chosen.located.add_bos, say
+        )
     decoded = load_tokenizer(str(directory))
     sizes = {path: path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()}
     versions = {"forgather": forgather_cli.__version__, "torch": torch.__version__, "python": platform.python_version()}

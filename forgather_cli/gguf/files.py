@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import forgather_cli
 from forgather_cli.checkpoint.tensors import Weights
@@ -18,31 +18,32 @@ from forgather_cli.finalize.sample import Sample
 from forgather_cli.gguf.architecture import Metadata, architecture_of
 from forgather_cli.gguf.choose import find_pre_tokenizer, first_that_encodes
 from forgather_cli.gguf.modelfile import write_modelfile
+from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.prove import hard_text, prove, sequences_of
-from forgather_cli.gguf.vocabulary import Vocabulary, read_vocabulary
+from forgather_cli.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from forgather_cli.gguf.write import Contents, write_gguf
 
-if TYPE_CHECKING:
-    from forgather_cli.finalize.run import FinalizePlan
 
-
-def size_of(job: FinalizePlan) -> int:
-    """Bytes of all the files that are asked for, nearly. Raises ModelError for a model that gguf does not know."""
-    architecture = architecture_of(job.model_config)
-    contents = Contents(architecture, Weights(job.chosen.described_by), {})
-    return sum(contents.num_bytes(kind) for kind in job.options.gguf_types)
+def size_of(config: dict[str, Any], weights: Weights, types: Sequence[GgufType]) -> int:
+    """Bytes of files of these types, nearly. Raises ModelError for a model that gguf does not know."""
+    contents = Contents(architecture_of(config), weights, {})
+    return sum(contents.num_bytes(kind) for kind in types)
 
 
 def write_and_prove(
-    job: FinalizePlan, directory: Path, name: str, sample: Sample, stop: list[int], say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Write the files of a finalized ``directory`` into it; returns their proofs. Raises SetupError, ProofError."""
-    tokenizer = load_tokenizer(str(directory), add_bos=job.chosen.located.add_bos)
-    contents = contents_of(directory, tokenizer, stop, general(name, job.chosen.lineage()))
+    directory: Path, name: str, types: Sequence[GgufType], sample: Sample, stop: list[int], lineage: dict[str, Any],
+    add_bos: bool | None, say: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Write the files of a finalized ``directory``, whose name will be ``name``, into it; returns their proofs.
+
+    ``add_bos``: as ``load_tokenizer`` takes it. Raises SetupError, ProofError.
+    """
+    tokenizer = load_tokenizer(str(directory), add_bos=add_bos)
+    contents = contents_of(directory, tokenizer, stop, general(name, lineage))
     longest = contents.architecture.settings.max_position_embeddings
     sequences = sequences_of(sample, longest)
     proofs = []
-    for kind in job.options.gguf_types:
+    for kind in types:
         file = directory / f"{name}-{kind.upper()}.gguf"
         say(f"writing {file.name}")
         write_gguf(file, contents, kind)
@@ -51,7 +52,7 @@ def write_and_prove(
         if proofs[-1]["stops_too_at"]:
             ids = ", ".join(f"{tokenizer.decode([n])} ({n})" for n in proofs[-1]["stops_too_at"])
             say(f"llama.cpp stops at {ids} too, by the text of the token, which generation_config.json does not name")
-    first = f"{name}-{job.options.gguf_types[0].upper()}.gguf"
+    first = f"{name}-{types[0].upper()}.gguf"
     if not write_modelfile(directory, first, tokenizer, stop, longest):
         say("Modelfile: no TEMPLATE, since this chat template is none of those known in Ollama's language")
     return proofs
@@ -78,7 +79,7 @@ def _plain(template: str) -> str:
     return template
 
 
-def _choose(directory: Path, vocabulary: Vocabulary, tokenizer: Tokenizer) -> Metadata:
+def _choose(directory: Path, vocabulary: GgufVocabulary, tokenizer: Tokenizer) -> Metadata:
     if len(vocabulary.candidates) == 1:
         return vocabulary.candidates[0]
     if vocabulary.model == "gpt2":

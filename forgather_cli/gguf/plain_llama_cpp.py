@@ -20,7 +20,7 @@ from typing import Any
 SURE = 1e9  # a bias that makes a token the only one
 
 
-class Reader:
+class LlamaCpp:
     """A file in llama.cpp, which computes in fp32 but for what its types make of the inputs of a product."""
 
     def __init__(self, model: str, n_ctx: int, threads: int = 1) -> None:
@@ -78,7 +78,7 @@ def find(models: list[str], texts: list[str], wanted: list[list[int]]) -> dict[s
     alive = []  # a server that ends may wait forever (xllamacpp 2026.10)
     for number, model in enumerate(models):
         with contextlib.suppress(RuntimeError, urllib.error.URLError):  # a name that this llama.cpp does not know
-            alive.append(reader := Reader(model, 64))
+            alive.append(reader := LlamaCpp(model, 64))
             if all(reader.encode(text) == ids for text, ids in zip(texts, wanted, strict=True)):
                 return {"found": number}
     return {"found": None}
@@ -94,7 +94,7 @@ def measure(
     of ``texts`` the ids, with what the file puts around; which of ``special`` end a text; the chat with its ids.
     ``plain``: a token of whole characters that ends no text.
     """
-    reader = Reader(model, max(map(len, sequences)) + 8, threads)
+    reader = LlamaCpp(model, max(map(len, sequences)) + 8, threads)
     likeliest = []
     for sequence in sequences:
         for stop in range(1, len(sequence) + 1):
@@ -117,7 +117,7 @@ def losses(
     model: str, threads: int, sequences: list[list[int]], targets: list[list[int]], plain: int, vocab: int
 ) -> dict[str, Any]:
     """Of each sequence the sum over its targets, nats; a target below 0 is none."""
-    reader = Reader(model, max(map(len, sequences)) + 8, threads)
+    reader = LlamaCpp(model, max(map(len, sequences)) + 8, threads)
     made = []
     for sequence, wanted in zip(sequences, targets, strict=True):
         loss = 0.0

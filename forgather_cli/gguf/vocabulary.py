@@ -52,7 +52,7 @@ PHRASES = (
 
 
 @dataclass(frozen=True)
-class Vocabulary:
+class GgufVocabulary:
     """What a file says of a tokenizer, but for what is to be tried."""
 
     model: str
@@ -62,7 +62,7 @@ class Vocabulary:
     """What is to be tried, the likeliest first."""
 
 
-def read_vocabulary(directory: Path, tokenizer: Tokenizer, rows: int, stop: list[int]) -> Vocabulary:
+def read_vocabulary(directory: Path, tokenizer: Tokenizer, rows: int, stop: list[int]) -> GgufVocabulary:
     """The tokenizer of a model directory. Raises DataError for one that has no counterpart.
 
     ``tokenizer``: the same, with the run's rule for what stands before a text. ``rows``: of the embedding.
@@ -110,7 +110,7 @@ def read_vocabulary(directory: Path, tokenizer: Tokenizer, rows: int, stop: list
         metadata["tokenizer.ggml.merges"] = merges or ["\ufdd0 \ufdd1"]
         names = likeliest_first(bool(model.get("ignore_merges"))) if merges else ("gpt-2",)
         candidates: list[Metadata] = [{"tokenizer.ggml.pre": name} for name in names]
-        return Vocabulary(kind, metadata, tuple(candidates))
+        return GgufVocabulary(kind, metadata, tuple(candidates))
     if kind == "llama":  # the earlier a merge, the better what it makes
         for rank, merge in enumerate(merges, 1):
             left, right = merge.split(" ")
@@ -119,7 +119,7 @@ def read_vocabulary(directory: Path, tokenizer: Tokenizer, rows: int, stop: list
     metadata["tokenizer.ggml.scores"] = [scores.get(number, 0.0) for number in range(rows)]
     if charsmap := _charsmap(document.get("normalizer")):
         metadata["tokenizer.ggml.precompiled_charsmap"] = charsmap
-    return Vocabulary(kind, metadata, tuple(_whitespace(kind)))
+    return GgufVocabulary(kind, metadata, tuple(_whitespace(kind)))
 
 
 def _kind(document: dict[str, Any]) -> str:
