@@ -133,6 +133,10 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
     chosen = choose(source, options, say)
     directory = chosen.described_by
     model_config = read_config(directory)
+    if options.gguf_types:
+        from forgather_cli.gguf.architecture import architecture_of
+
+        architecture_of(model_config)  # refuses what has no counterpart
     has_tokenizer = (chosen.located.directory / "tokenizer.json").is_file()  # an adapter of peft's may have none
     where = chosen.located.directory if has_tokenizer else directory
     tokenizer = load_tokenizer(str(where), add_bos=chosen.located.add_bos)

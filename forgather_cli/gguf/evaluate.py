@@ -47,6 +47,12 @@ def evaluate_gguf(file: Path, config: Config) -> dict[str, Any]:
         for start, stop in itertools.pairwise([0, *borders, len(ids)]):
             sequences.append(ids[start:stop].tolist())
             targets.append([*labels[start + 1 : stop].tolist(), IGNORED])
+    import gguf
+
+    fields = gguf.GGUFReader(file).fields
+    longest = int(fields[f"{fields['general.architecture'].contents()}.context_length"].contents())
+    if (most_tokens := max(map(len, sequences))) > longest:
+        raise ConfigError(f"data.seq_len: the model in {file} takes {longest} tokens, got {most_tokens}; set {longest}")
     with doing("llama.cpp"):
         losses = llama_cpp(
             "losses",

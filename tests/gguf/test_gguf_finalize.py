@@ -53,12 +53,14 @@ def test_a_chat_model_of_bytes(run: Path, capsys: pytest.CaptureFixture[str]) ->
     assert 'PARAMETER stop "<|im_end|>"' in lines
     assert any(line.startswith('TEMPLATE """{{ range .Messages }}<|im_start|>{{ .Role }}') for line in lines)
     Path("text.txt").write_text("The river had risen in the night, und der Müller.\n" * 2)
-    data = ["data=text", "data.files=[text.txt]", "data.seq_len=32"]
+    data = ["data=text", "data.files=[text.txt]", "data.seq_len=16"]
     ours = document(capsys, "eval", "out/notes", *data)
     theirs = document(capsys, "eval", "out/notes/notes-Q8_0.gguf", *data)
     assert theirs["eval_targets"] == ours["eval_targets"]
     for name in ("eval_loss", "eval_bits_per_byte"):
         assert theirs[name] == pytest.approx(ours[name], rel=1e-2)
+    assert forgather("eval", "out/notes/notes-Q8_0.gguf", *data[:2], "data.seq_len=32") == 2
+    assert "data.seq_len: the model in out/notes/notes-Q8_0.gguf takes 16 tokens, got 32" in capsys.readouterr().err
 
 
 def test_transformers_reads_the_same(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from forgather_cli.config.schema import RopeScaling
 from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofError
 from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
+from forgather_cli.gguf.write import Contents
 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.5)
 IN_LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
@@ -60,6 +62,26 @@ def test_other_shapes(shape: str, tmp_path: Path) -> None:
     assert model.prove(tmp_path / "file.gguf", "f32")["max_log_prob_difference"] <= 1e-3
     with pytest.raises(ProofError, match="a log-probability differs by"):
         model.prove(tmp_path / "file.gguf", "q8_0", gguf_files.rope_base)
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|turn|>' + m['role'] + '\\n' + m['content'] | trim + '<|finish|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_a_chat_that_spells_the_begin_token_has_it_once(tmp_path: Path) -> None:
+    byte_level(tmp_path / "model", bos=True)
+    (tmp_path / "model/chat_template.jinja").write_text(CHAT)
+    model = made(tmp_path / "model", STOP)
+    assert model.prove(tmp_path / "file.gguf", "f32")["chat"] == "equal"
+
+    def other_chat(contents: Contents) -> Contents:
+        wrong = CHAT.replace("<|finish|>", "<|finish|>\\n")
+        return replace(contents, metadata={**contents.metadata, "tokenizer.chat_template": wrong})
+
+    with pytest.raises(ProofError, match="renders a chat as"):
+        model.prove(tmp_path / "file.gguf", "f32", other_chat)
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
