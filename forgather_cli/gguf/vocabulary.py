@@ -147,6 +147,8 @@ def _rules(tokenizer: Tokenizer, stop: list[int], tokens: list[str]) -> Metadata
             f"--gguf: the tokenizer puts the tokens {[*prefix, *suffix]} around a text, and a file can put the begin "
             "and the end token alone; change the post_processor of its tokenizer.json"
         )
+    if end is None and not stop:  # llama.cpp would take an ordinary token: 11, or 2
+        raise DataError("--gguf: no token ends a text; add eos_token to tokenizer_config.json")
     # those that llama.cpp knows by their text need no key
     ends = ([] if end is None else [end]) + sorted(
         (number for number in stop if number != end), key=lambda number: tokens[number] in _BY_TEXT

@@ -11,9 +11,11 @@ import pytest
 from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, made, sentencepiece
 
 from forgather_cli.config.schema import RopeScaling
+from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofError
 from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
+from forgather_cli.gguf.vocabulary import read_vocabulary
 from forgather_cli.gguf.write import Contents
 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.5)
@@ -115,6 +117,13 @@ def test_a_splitting_that_llama_cpp_does_not_have(tmp_path: Path) -> None:
     byte_level(tmp_path / "model", r"\p{L}+|\p{N}{1,2}|[^\p{L}\p{N}]+")
     with pytest.raises(DataError, match="no pre-tokenizer that splits a text"):
         made(tmp_path / "model", STOP)
+
+
+def test_no_end_at_all(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match="--gguf: no token ends a text; add eos_token"):
+        read_vocabulary(tmp_path, load_tokenizer(str(tmp_path)), 403, [])
 
 
 def test_more_ends_than_there_are_keys(tmp_path: Path) -> None:
