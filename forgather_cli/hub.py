@@ -29,6 +29,12 @@ def is_hub_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None and not Path(text.partition("/")[0]).exists()
 
 
+def hub_name_of(directory: Path) -> str | None:
+    """OWNER/NAME of a directory in the hub's cache; None of any other."""
+    found = re.search(r"/models--([\w.-]+?)--([\w.-]+)/snapshots/\w+$", str(directory))
+    return None if found is None else f"{found[1]}/{found[2]}"
+
+
 def with_local_model(config: Config, *, weights: bool = True) -> Config:
     """``config`` with the directories of what ``model.path``, ``model.init_from`` and ``data.tokenizer`` name: files of
     the hub, and of a checkpoint its model.

@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from multiprocessing.util import Finalize
 from pathlib import Path
 
+import composed
+import forks
 import pytest
 
 from forgather_cli.launch.processes import collect_less
@@ -38,6 +40,9 @@ def pytest_configure(config: pytest.Config) -> None:
         if name != "XDG_CACHE_HOME" or not hasattr(config, "workerinput"):  # xdist's processes share what is cached
             os.environ[name] = str(Path(home) / name.lower())
             Path(os.environ[name]).mkdir()
+    if not hasattr(config, "workerinput"):
+        os.environ["FORGATHER_TESTS_COMPOSED"] = f"{home}/composed"
+    composed.share()
     tempfile.tempdir = None  # read anew
     os.environ["FORGATHER_TESTS_PLAIN"] = f"{home}/plain"  # the socket of plain.py
     importable = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
@@ -73,9 +78,8 @@ def _turn(item: pytest.Item) -> int:
 
 @pytest.fixture(scope="module", autouse=True)
 def _garbage_is_looked_for_among_new_objects() -> None:
-    """A million objects of libraries and of other tests would take each collection 0.5 s."""
     gc.collect()
-    gc.freeze()
+    forks.freeze()
 
 
 @pytest.fixture

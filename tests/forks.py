@@ -7,6 +7,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import io
 import json
 import multiprocessing
@@ -21,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -30,6 +32,16 @@ from forgather_cli.launch.processes import leave
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["plain", "warm"])
+
+
+def freeze() -> None:
+    """Look for garbage among new objects from now on, here and in forks.
+
+    A million objects of libraries and of other tests would take each collection 0.5 s, and each start of training,
+    which asks for the number of those that stay, 50 ms.
+    """
+    gc.freeze()
+    gc.get_freeze_count = lambda: 1
 
 
 def fork(function: Callable[..., Any], *args: Any, daemon: bool = True) -> Any:
@@ -54,14 +66,14 @@ class Program:
     """``python COMMAND`` in a forked process, and its ranks too if it starts ranks by torch's elastic agent.
 
     What tests use of ``subprocess.Popen``. ``command``: [flags] -m module or -c code, then its words. ``terminal``: the
-    device of a terminal to run on, which then has the output.
+    device of a terminal to run on, which then has the output; ``file``: a file for it.
     """
 
     def __init__(
-        self, command: tuple[str, ...], directory: str, environment: dict[str, str], terminal: str = ""
+        self, command: tuple[str, ...], directory: str, environment: dict[str, str], terminal: str = "", file: str = ""
     ) -> None:
         ours, theirs = multiprocessing.Pipe(duplex=False)
-        self._process = fork(_program, theirs, command, directory, environment, terminal, daemon=False)
+        self._process = fork(_program, theirs, command, directory, environment, terminal, file, daemon=False)
         theirs.close()
         self.stdout = os.fdopen(os.dup(ours.fileno()), encoding="utf-8")
         ours.close()
@@ -79,6 +91,10 @@ class Program:
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired("forgather", timeout or 0)
         return code
+
+    @property
+    def returncode(self) -> int | None:
+        return self.poll()
 
     def send_signal(self, signum: int) -> None:
         if self.poll() is None:
@@ -128,7 +144,7 @@ def prove_in_forks() -> None:
 
 
 def _program(
-    output: Connection, command: tuple[str, ...], directory: str, environment: dict[str, str], terminal: str
+    output: Connection, command: tuple[str, ...], directory: str, environment: dict[str, str], terminal: str, file: str
 ) -> NoReturn:
     os.chdir(directory)
     if terminal:
@@ -137,8 +153,9 @@ def _program(
             os.dup2(os.open(terminal, os.O_RDWR), number)
         sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
     else:
+        written = os.open(file, os.O_WRONLY | os.O_APPEND) if file else output.fileno()
         for number in (1, 2):
-            os.dup2(output.fileno(), number)
+            os.dup2(written, number)
     output.close()
     encoding = environment.get("PYTHONIOENCODING", "utf-8")
     sys.stdout = io.TextIOWrapper(io.FileIO(1, "w"), encoding=encoding, write_through=True)
@@ -150,8 +167,10 @@ def _program(
 
 def _become(command: tuple[str, ...], environment: dict[str, str]) -> NoReturn:
     """Do what a new interpreter does."""
+    own = sorted(environment.items(), key=lambda item: os.environ.get(item[0]) == item[1])  # what is new first
     os.environ.clear()
     os.environ.update(environment)
+    _show([sys.executable, *command], [f"{name}={value}" for name, value in own])
     tempfile.tempdir = None  # read anew, from TMPDIR
     multiprocessing.set_start_method(None, force=True)  # else it is that of this process: by a fork server
     kind = next(number for number, word in enumerate(command) if word in ("-m", "-c"))
@@ -173,6 +192,17 @@ def _become(command: tuple[str, ...], environment: dict[str, str]) -> NoReturn:
     except BaseException:
         traceback.print_exc()
     leave(code)
+
+
+def _show(command: list[str], environment: list[str]) -> None:
+    """Have /proc tell this command line and environment, as far as there is room where the kernel looks for them."""
+    if sys.platform == "linux":
+        numbers = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        arguments, variables = map(int, numbers[45:47]), map(int, numbers[47:49])  # fields 48 to 51 of proc(5)
+        for (begin, end), texts in ((arguments, command), (variables, environment)):
+            if begin:  # else this process may not know
+                content = "\0".join(texts).encode()[: end - begin - 1]
+                ctypes.memmove(begin, content.ljust(end - begin, b"\0"), end - begin)
 
 
 # ------------------------------------------------------------------------------------------------- ranks of a launcher

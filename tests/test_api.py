@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, get_args
 
-import pandas
 import program
 import pytest
 import tiny
@@ -36,6 +35,7 @@ def test_what_a_run_has_left_is_read() -> None:
     table = run.table("loss", "eval_loss")
     assert [row["step"] for row in table] == [1, 5, 10, 15, 20]
     assert (table[0]["eval_loss"], table[-1]["loss"]) == (None, next(r["loss"] for r in records if r["step"] == 20))
+    pandas = pytest.importorskip("pandas")  # not where every process collects this
     frame = pandas.DataFrame(run.table())
     assert frame["tokens"].notna().all()
     assert not {"train_runtime", "train_loss", "flops_per_second"} & {*frame}, "totals of the end are of no step"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import http.server
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ import yaml
 from finalized import model_directory
 from huggingface_hub import constants
 from program import forgather
+
+from forgather_cli import Run
 
 NAME, COMMIT = "nobody/tiny", "c" * 40
 TRAIN = ["train", "finetune", f"model.path={NAME}", "data=text", "data.files=[notes.txt]", "seq_len=16", "max_steps=1",
@@ -105,6 +108,16 @@ def test_commands_take_a_model_of_the_hub(hub: Hub, capsys: pytest.CaptureFixtur
     report = json.loads(capsys.readouterr().out)
     assert report["eval_loss"] > 0
     assert report["precision"] == "fp32"
+
+
+def test_an_adapter_names_a_model_of_the_hub(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert forgather(*TRAIN, "adapter=lora", "adapter.r=2") == 0
+    adapter = Run("run").checkpoints[-1].path / "model"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == NAME
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    adapter = shutil.copytree(adapter, "adapter")
+    assert forgather("generate", str(adapter), "--prompt", "x", "--max-new-tokens", "2", "--device", "cpu") == 0
+    assert forgather(*TRAIN, "adapter=lora", "adapter.r=2", "adapter.init_from=adapter", "output_dir=more") == 0
 
 
 def test_what_cannot_be_had_is_one_sentence(

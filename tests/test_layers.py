@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import functools
 import re
+from collections import UserDict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +29,9 @@ ALLOWED = {
         "precision",
     },
     "finalize": {
-        "adapters.directory", "adapters.merge", "checkpoint", "cli.output", "cli.words", "config.decode", "config.load", "data", "distributed",
-        "gguf", "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
+        "adapters.directory", "adapters.merge", "checkpoint", "cli.output", "cli.words", "config.decode",
+        "config.load", "data", "distributed", "gguf",
+        "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
     },
     "gguf": {
         "checkpoint", "data", "finalize.plain_transformers", "finalize.sample", "inference.source", "loss", "models",
@@ -41,18 +44,20 @@ ALLOWED = {
     "inspection": {"data"},
     "launch": {"checkpoint.choice", "config", "distributed"},
     "plan": {
-        "cli.output", "cli.words", "config.batch", "config.decode", "config.diloco", "config.load",
-        "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments", "launch.exit_status", "launch.layout",
-        "launch.processes", "models", "optim.groups", "precision", "trainer.metrics",
+        "adapters.layers", "adapters.nf4", "cli.output", "cli.words", "config.batch", "config.decode", "config.diloco",
+        "config.load", "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments", "launch.exit_status",
+        "launch.layout", "launch.processes", "models", "optim.groups", "precision", "trainer.build", "trainer.metrics",
     },
     "pictures": {"runs"},
     "runs": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "inference": {
-        "adapters.directory", "adapters.load", "checkpoint", "config.decode", "data", "distributed", "finalize.quantize", "loss", "models", "strategies.base",
+        "adapters.directory", "adapters.load", "checkpoint", "config.decode", "data", "distributed",
+        "finalize.quantize", "loss", "models", "strategies.base",
         "strategies.build", "trainer",
     },
     "trainer": {
-        "adapters", "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint", "data.loaders",
+        "adapters", "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint",
+        "data.loaders",
         "data.chat.ends", "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "quantized.convert", "targets",
@@ -95,17 +100,22 @@ MAY_IMPORT_TORCH = {"documents.encoding", "launch.agent"}
 TORCH_TOO = {"torch", "transformers", "accelerate", "torchdata", "numpy", "tensorboard", "datasets"}
 
 
-def modules() -> dict[str, ast.Module]:
-    """Dotted name below the package -> syntax tree."""
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        name = ".".join(part for part in parts if part != "__init__")
-        found[name] = ast.parse(path.read_text(encoding="utf-8"))
-    return found
+class Modules(UserDict[str, Any]):
+    """Dotted name below the package -> syntax tree, made when it is asked for: every process of xdist is here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for path in sorted(PACKAGE.rglob("*.py")):
+            parts = path.relative_to(PACKAGE).with_suffix("").parts
+            self[".".join(part for part in parts if part != "__init__")] = path
+
+    def __getitem__(self, name: str) -> ast.Module:
+        if isinstance(found := self.data[name], Path):
+            self[name] = found = ast.parse(found.read_text(encoding="utf-8"))
+        return found
 
 
-MODULES = modules()
+MODULES = Modules()
 COMMANDS = {where.partition(":")[0].removeprefix("forgather_cli.") for where in app.COMMANDS.values()}
 """The modules of commands, which a room has in its own folder."""
 
@@ -114,13 +124,16 @@ def layer(module: str) -> str:
     return module.split(".")[0]
 
 
-def imports(tree: ast.Module, *, lazy: bool = True) -> Iterator[str]:
+@functools.cache
+def imports(tree: ast.Module, *, lazy: bool = True) -> list[str]:
     """Dotted names that a module imports; without ``lazy`` only those that its own import runs."""
+    found = []
     for node in ast.walk(tree) if lazy else at_module_level(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found
 
 
 def at_module_level(node: ast.AST) -> Iterator[ast.AST]:

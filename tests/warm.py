@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import pkgutil
+import resource
+
+import composed
+import forks
 
 import forgather_cli
 from forgather_cli.config.load import load_config
@@ -14,6 +17,7 @@ from forgather_cli.launch.processes import collect_less
 from forgather_cli.terminal import bars
 
 collect_less()
+composed.share()
 bars.SILENCE = 3600.0  # see conftest.py
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the command says so before it imports torch, which comes too late here
 for _name in (
@@ -30,4 +34,5 @@ with contextlib.chdir("/"):  # where no test has put options
         load_config(
             None, ["model=nano", "precision=fp32", "data=synthetic", "callbacks=minimal", f"trainer={_trainer}"]
         )
-gc.freeze()  # forked processes need not look for garbage among 300,000 objects that stay
+resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))  # forks are killed
+forks.freeze()

@@ -1,32 +1,38 @@
 """Adapters on disk, as PEFT keeps them: ``adapter_config.json`` and ``adapter_model.safetensors``, beside the directory
 of the model that they are for.
 
-peft 0.21: ``peft_model.py: save_pretrained``, ``utils/save_and_load.py``.
+peft 0.21: ``peft_model.py: save_pretrained``, ``utils/save_and_load.py``. Of a base in four bits these files tell
+nothing, so that ``quantization_config.json`` lies beside them, in the words of transformers' ``BitsAndBytesConfig``.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from forgather_cli.adapters.model import adapted_layers
+from forgather_cli.adapters.layers import TokenRows, adapted_layers, is_adapter
+from forgather_cli.adapters.targets import OF_EXPERTS, targets
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.decode import decode_settings
-from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings
+from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings
 from forgather_cli.data.cache import Cache
 from forgather_cli.data.text.corpus import content_hash
 from forgather_cli.data.text.read import SourceFile
 from forgather_cli.documents.fields import FieldError
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.hub import hub_name_of, is_hub_name, local_model
 from forgather_cli.models.files import tensor_files
+from forgather_cli.precision import compute_dtype
 from forgather_cli.terminal.bars import doing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+QUANTIZATION = "quantization_config.json"
 
 
 def base_of(directory: Path) -> dict[str, str]:
@@ -41,31 +47,80 @@ def base_of(directory: Path) -> dict[str, str]:
     return {"path": str(place), "name": place.name, "sha256": content}
 
 
-def write_config(directory: Path, model: nn.Module, config: Config) -> None:
-    """Write ``adapter_config.json`` of a model, or of its first part, that ``adapt`` has made."""
+def write_config(directory: Path, model: nn.Module, config: Config, trained: Iterable[str] | None = None) -> None:
+    """Write ``adapter_config.json`` of a model, or of its first part, that ``adapt`` has made; where its base lies in
+    four bits ``quantization_config.json`` too. ``trained``: names of all trained parameters, where it is a part."""
     settings, option = config.adapter, cast(Any, config.model)
     assert isinstance(settings, LoRASettings)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad and "lora_" not in name]
+    if trained is None:
+        trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    place = Path(option.path).expanduser().resolve()
+    whole = {name.rpartition(".")[0] for name in trained if not is_adapter(name)}
     found = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
-        "base_model_name_or_path": str(Path(option.path).expanduser().resolve()),
+        "base_model_name_or_path": hub_name_of(place) or str(place),  # by name for other machines
         "r": settings.r,
         "lora_alpha": _plain(settings.lora_alpha),
         "lora_dropout": settings.lora_dropout,
         "bias": "none",
-        "fan_in_fan_out": any(type(layer).__name__ == "AdaptedConv1D" for _, layer in adapted_layers(model)),
+        "fan_in_fan_out": any(type(layer).__name__.endswith("Conv1D") for _, layer in adapted_layers(model)),
         "target_modules": settings.target_modules,
         "target_parameters": settings.target_parameters or None,
-        "modules_to_save": sorted({name.rpartition(".")[0] for name in trained}) or None,
+        "modules_to_save": sorted(whole) or None,
+        "trainable_token_indices": _token_indices(model, trained),
         "use_rslora": settings.use_rslora,
         "use_dora": isinstance(settings, DoRASettings),
         "init_lora_weights": settings.init_lora_weights,
         "rank_pattern": settings.rank_pattern,
         "alpha_pattern": {key: _plain(value) for key, value in settings.alpha_pattern.items()},
     }
+    if getattr(model, "num_experts", None):
+        found |= _beside_experts(cast(Any, model).twin(), settings)
     (directory / CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if isinstance(settings, QLoRASettings):
+        how = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": settings.double_quant,
+            "bnb_4bit_compute_dtype": str(compute_dtype(config.precision)).removeprefix("torch."),
+        }
+        (directory / QUANTIZATION).write_text(json.dumps(how, indent=2) + "\n", encoding="utf-8")
+
+
+def _token_indices(model: nn.Module, trained: Iterable[str]) -> list[int] | dict[str, list[int]] | None:
+    """As peft has them: a list for the embedding and what is tied to it, else by layer."""
+    ids = next((list(layer.token_ids) for _, layer in adapted_layers(model) if isinstance(layer, TokenRows)), None)
+    owners = [name.split(".token_adapter.")[0].rpartition(".")[2] for name in trained if ".token_adapter." in name]
+    return ids if len(owners) < 2 else dict.fromkeys(sorted(owners), ids or [])
+
+
+def _beside_experts(model: nn.Module, settings: LoRASettings) -> dict[str, Any]:
+    """What an adapter of a model with experts has in the place of ``target_modules``.
+
+    Of some families peft 0.21 takes names that the layers of experts had in transformers 4, which ``all-linear`` and
+    regular expressions find too, for their stacks now (``utils/transformers_weight_conversion.py``). So layers are
+    named, and those with such a name by their parameter.
+    """
+    layers, wanted = targets(model, settings), settings.target_modules
+    as_layers = [name for name in layers if settings.is_for_layers_alone or name.rpartition(".")[2] not in OF_EXPERTS]
+    as_parameters = [f"{name}.weight" for name in layers if name not in as_layers]
+    if wanted == ALL_LINEAR:
+        as_layers = sorted({name.rpartition(".")[2] for name in as_layers})
+    ranks = {name: settings.rank_of(name.removesuffix(".weight")) for name in as_parameters}
+    scales = {name: settings.alpha_of(name.removesuffix(".weight")) for name in as_parameters}
+    return {
+        "target_modules": as_layers,
+        "target_parameters": [*settings.target_parameters, *as_parameters] or None,
+        "rank_pattern": settings.rank_pattern | {n: r for n, r in ranks.items() if r != settings.r},
+        "alpha_pattern": {
+            key: _plain(value)
+            for key, value in (settings.alpha_pattern | scales).items()
+            if key not in scales or value != settings.lora_alpha
+        },
+    }
 
 
 def _plain(number: float) -> int | float:
@@ -82,13 +137,6 @@ class AdapterDirectory:
     modules_to_save: tuple[str, ...]
 
 
-_IGNORED_WHERE_EMPTY = (
-    "alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config", "exclude_modules",
-    "layer_replication", "layers_pattern", "layers_to_transform", "loftq_config", "lora_bias", "megatron_config",
-    "monteclora_config", "qalora_group_size", "trainable_token_indices", "use_qalora", "ensure_weight_tying",
-    "velora_config", "use_bdlora",
-)  # fmt: skip
-"""Keys of ``LoraConfig`` for what is not done here: an adapter that has one is refused."""
 _HARMLESS = (
     "peft_type", "peft_version", "task_type", "inference_mode", "revision", "base_model_name_or_path", "bias",
     "fan_in_fan_out", "modules_to_save", "megatron_core", "runtime_config", "use_dora", "init_lora_weights",
@@ -97,8 +145,8 @@ _HARMLESS = (
 
 
 def read_adapter(directory: Path) -> AdapterDirectory:
-    """The adapter in a directory. Raises ModelError for one that is not LoRA or DoRA as we do it, and where its base is
-    not on this machine.
+    """The adapter in a directory. Raises ModelError for one that is not LoRA, DoRA or QLoRA as we do it, and where its
+    base is not on this machine.
     """
     file = directory / CONFIG
     found = read_json_object(file, ModelError)
@@ -106,7 +154,7 @@ def read_adapter(directory: Path) -> AdapterDirectory:
     if kind != "LORA":
         raise ModelError(f"{file}: peft_type must be LORA, got {kind!r}; other adapters are not read")
     known = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora", "rank_pattern",
-             "alpha_pattern")  # fmt: skip
+             "alpha_pattern", "trainable_token_indices")  # fmt: skip
     for key, value in found.items():
         if key not in (*known, *_HARMLESS) and value not in (None, False, [], {}, "", 0):
             raise ModelError(f"{file}: {key} is not known here, got {value!r:.80}; merge the adapter with peft")
@@ -120,17 +168,24 @@ def read_adapter(directory: Path) -> AdapterDirectory:
         values["alpha_pattern"] = {
             key: float(value) if isinstance(value, int) else value for key, value in values["alpha_pattern"].items()
         }
+    cls: type[LoRASettings] = DoRASettings if found.get("use_dora") else LoRASettings
+    if (directory / QUANTIZATION).is_file():
+        cls, values = QLoRASettings, {**values, "double_quant": _double_quant(directory / QUANTIZATION, cls)}
     try:
-        cls = DoRASettings if found.get("use_dora") else LoRASettings
         settings = decode_settings(cls, values)
     except (ConfigError, FieldError) as error:
         raise ModelError(f"{file}: {error}") from error
     if settings.target_modules != ALL_LINEAR and isinstance(settings.target_modules, list):
         settings = decode_settings(cls, {**values, "target_modules": sorted(settings.target_modules)})
+    if settings.trainable_token_indices is None:  # there it means none
+        settings = replace(settings, trainable_token_indices=[])
     base, saved = found.get("base_model_name_or_path"), found.get("modules_to_save") or []
     if not isinstance(base, str) or not isinstance(saved, list) or not all(isinstance(each, str) for each in saved):
         raise ModelError(f"{file}: names no base_model_name_or_path, or modules_to_save is no list of names")
-    place = Path(base) if Path(base).is_absolute() or Path(base).exists() else directory / base
+    if is_hub_name(base) and not (directory / base).exists():
+        place = local_model(base, f"{file}: base_model_name_or_path")
+    else:
+        place = Path(base) if Path(base).is_absolute() or Path(base).exists() else directory / base
     if not (place / "config.json").is_file():
         raise ModelError(
             f"{file}: the model that it is for is not at {base}; bring it there, or write its directory into "
@@ -139,16 +194,40 @@ def read_adapter(directory: Path) -> AdapterDirectory:
     return AdapterDirectory(directory, settings, place, tuple(saved))
 
 
+def check_same_base(adapter: AdapterDirectory, base: Path) -> None:
+    """Raise ModelError where an adapter that is gone on from is for another model than that in ``base``."""
+    if adapter.base.resolve() == base.resolve():
+        return
+    theirs, ours = base_of(adapter.base)["sha256"], base_of(base)["sha256"]
+    if theirs != ours:
+        raise ModelError(
+            f"adapter.from_adapter: the adapter in {adapter.path} is for the model in {adapter.base} (sha256 "
+            f"{theirs:.12}), and model.path={base} holds another (sha256 {ours:.12}); set model.path to that one"
+        )
+
+
+def _double_quant(file: Path, cls: type[LoRASettings]) -> bool:
+    """Of a base in NF4. Raises ModelError for another one."""
+    found = read_json_object(file, ModelError)
+    kind, double = found.get("bnb_4bit_quant_type"), found.get("bnb_4bit_use_double_quant", False)
+    if not found.get("load_in_4bit") or kind != "nf4" or not isinstance(double, bool) or cls is not LoRASettings:
+        raise ModelError(
+            f"{file}: must be load_in_4bit with bnb_4bit_quant_type nf4 and beside LoRA, got {kind!r:.80} beside "
+            f"{cls.type}; merge the adapter with peft"
+        )
+    return double
+
+
 def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
-    """The adapter of ``init_from``. Raises ModelError where it is another kind of one than ``settings``."""
-    assert settings.init_from is not None
-    directory = Path(settings.init_from).expanduser()
+    """The adapter of ``from_adapter``. Raises ModelError where it is another kind of one than ``settings``."""
+    assert settings.from_adapter is not None
+    directory = Path(settings.from_adapter).expanduser()
     if not (directory / CONFIG).is_file():
-        raise ModelError(f"adapter.init_from: {directory} has no {CONFIG}; give the directory of an adapter")
+        raise ModelError(f"adapter.from_adapter: {directory} has no {CONFIG}; give the directory of an adapter")
     found = read_adapter(directory)
     for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
         there, here = getattr(found.settings, key), getattr(settings, key)
-        if there != here:
+        if there != here and {there, here} != {"lora", "qlora"}:  # whose adapters are the same matrices
             name = "adapter" if key == "type" else f"adapter.{key}"
             raise ModelError(f"{name}: the adapter in {directory} has {there}, got {here}; set {name}={there}")
     return found

@@ -1,20 +1,44 @@
-"""A model with the adapter of a directory, ours or peft's, to evaluate, to sample from, or to merge."""
+"""Filling a model with adapters: how a run starts, or as a directory, ours or peft's, has them."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 
-from forgather_cli.adapters.directory import WEIGHTS, AdapterDirectory, base_of, own_name
-from forgather_cli.adapters.layers import Shape, attach
-from forgather_cli.adapters.model import targets
+from forgather_cli.adapters.directory import (
+    CONFIG,
+    WEIGHTS,
+    AdapterDirectory,
+    adapter_to_go_on,
+    base_of,
+    check_same_base,
+    own_name,
+)
+from forgather_cli.adapters.layers import (
+    MEMBERS,
+    AdaptedLinear,
+    TokenRows,
+    adapted_layers,
+    is_adapter,
+    start_magnitudes,
+    without_adapters,
+)
+from forgather_cli.adapters.model import attach_adapters, attach_rows_of, to_four_bits
+from forgather_cli.adapters.nf4 import packed_layers, read_packed, without_packed
+from forgather_cli.adapters.targets import parameter_targets, targets
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import TensorReader
-from forgather_cli.config.schema import DoRASettings
+from forgather_cli.config.schema import Config, LoRASettings, QLoRASettings
 from forgather_cli.errors import ModelError
+from forgather_cli.models.build import tensor_reader
+from forgather_cli.models.init import stable_seed
+from forgather_cli.precision import compute_dtype
 from forgather_cli.shards import fill_local, not_finite
 
 
@@ -32,14 +56,74 @@ def check_base(adapter: AdapterDirectory, reader: Reader | None) -> None:
         )
 
 
+def as_base(
+    model: nn.Module, adapter: AdapterDirectory, option: Any, fill: Callable[[nn.Module], None]
+) -> Callable[[nn.Module], None]:
+    """Have ``model`` (on meta) hold its weights as they were beside the adapter's training. Returns what fills it,
+    which is ``fill`` but for weights in four bits. Raises ModelError."""
+    if not isinstance(adapter.settings, QLoRASettings):
+        return fill
+    for name, parameter in model.named_parameters():
+        ends = tuple(f".{each}" for each in adapter.modules_to_save)
+        parameter.requires_grad_(f".{name.rpartition('.')[0]}".endswith(ends))
+    to_four_bits(model, adapter.settings)
+    return lambda part: fill_base(part, option, fill, torch.float32)
+
+
 def with_adapter(model: nn.Module, adapter: AdapterDirectory, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Give ``model``, the base with its weights, the adapter, in place. Raises ModelError for one that does not fit."""
-    settings = adapter.settings
-    for name in targets(model, settings):
-        shape = Shape(settings.rank_of(name), settings.scaling_of(name), 0.0, isinstance(settings, DoRASettings), False)
-        attach(model.get_submodule(name), shape, dtype)
+    settings = replace(adapter.settings, lora_dropout=0.0)
+    attach_adapters(model, settings, targets(model, settings), parameter_targets(model, settings), dtype)
+    attach_rows_of(model, settings, dtype)
     fill_from(model, adapter)
     return model
+
+
+def fill_base(part: nn.Module, option: Any, init: Callable[[nn.Module], None], dtype: torch.dtype) -> None:
+    """Fill what the model option says, all but adapters: by ``init``, and weights in four bits one by one, which are
+    computed with in ``dtype``. Raises ModelError."""
+    with without_adapters(part), without_packed(part):
+        init(part)
+        device = next(part.parameters()).device
+    if any(True for _ in packed_layers(part)):
+        read_packed(part, tensor_reader(option, part), dtype, device)
+
+
+@torch.no_grad()
+def start(part: nn.Module, seed: int) -> None:
+    """Fill the adapters of ``part``, whose weights are there."""
+    for path, layer in adapted_layers(part):
+        if isinstance(layer, TokenRows):
+            if layer.source[0] is layer:
+                layer.start_rows()
+            continue
+        for name, parameter in layer.named_parameters():
+            if name.startswith(MEMBERS) and name != "lora_magnitude_vector":
+                drawn = torch.empty(parameter.shape)
+                layer.start(name, drawn, Generator().manual_seed(stable_seed(seed, f"{path}.{name}")))
+                fill_local(parameter, drawn)
+        if isinstance(layer, AdaptedLinear) and layer.adapter.is_dora:
+            start_magnitudes(layer)
+
+
+def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Callable[[nn.Module], None]:
+    """``init``, which fills a model or a part of one without adapters, and then the adapters: by (seed, name), the same
+    in every layout, or as ``from_adapter`` has them. Of weights in four bits one at a time is in memory otherwise.
+    Raises ModelError."""
+    settings, option = config.adapter, cast(Any, config.model)  # one with a directory
+    assert isinstance(settings, LoRASettings)
+    before = None if settings.from_adapter is None else adapter_to_go_on(settings)
+    if before is not None:
+        check_same_base(before, Path(option.path).expanduser())
+
+    def fill(part: nn.Module) -> None:
+        fill_base(part, config.model, init, compute_dtype(config.precision))
+        if before is None:
+            start(part, seed)
+        else:
+            fill_from(part, before)
+
+    return fill
 
 
 @torch.no_grad()
@@ -54,17 +138,26 @@ def fill_from(part: nn.Module, adapter: AdapterDirectory) -> None:
     reader = TensorReader(file)
     stored = {own_name(name): name for name in reader.specs}
     held: dict[str, Tensor] = dict(part.named_parameters(remove_duplicate=False))
-    wanted = {name for name in held if "lora_" in name}
+    wanted = {name for name in held if is_adapter(name)}
     problems = [f"{name} is missing" for name in sorted(wanted - stored.keys())]
     for name in sorted(stored.keys() & held.keys()):
         if reader.specs[stored[name]].shape != tuple(held[name].shape):
             problems.append(f"{name} is {list(reader.specs[stored[name]].shape)}, not {list(held[name].shape)}")
     problems += [f"{name} belongs to nothing" for name in sorted(stored.keys() - held.keys()) if _is_whole(part)]
+    shared = Counter(id(tensor) for tensor in held.values())
+    alone = [name for name in stored.keys() & held.keys() if shared[id(held[name])] > 1 and not is_adapter(name)]
+    if alone:
+        raise ModelError(
+            f"{adapter.path / CONFIG}: {min(alone)} was trained apart from what shares it in the base; merge the "
+            "adapter with peft"
+        )
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        theirs = adapter.settings.target_modules
         raise ModelError(
-            f"{file}: is not an adapter of the model in {adapter.base}: {'; '.join(problems[:3])}{more}; give the "
-            "model that it was made for"
+            f"{file}: is not an adapter of this model: {'; '.join(problems[:3])}{more}; give the "
+            "model that it was made for, to go on from it with adapter.target_modules="
+            f"{theirs if isinstance(theirs, str) else '[' + ','.join(theirs) + ']'}"
         )
     for name in stored.keys() & held.keys():
         fill_local(held[name], reader.read(stored[name]))

@@ -1,4 +1,5 @@
-"""A whole model of a base and an adapter: each adapted matrix plus its product, summed in fp32, in the base's dtype."""
+"""A whole model of a base and an adapter: each adapted matrix plus its product, summed in fp32, in the base's dtype.
+Matrices that the adapter was trained beside in four bits are unpacked."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.adapters.directory import AdapterDirectory
-from forgather_cli.adapters.model import adapted_layers, without_adapters
+from forgather_cli.adapters.layers import TokenRows, adapted_layers, without_adapters
+from forgather_cli.adapters.nf4 import packed_layers
 from forgather_cli.checkpoint.tensors import spec_of, write_weights
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
@@ -33,29 +35,42 @@ def write_merged(found: Located, adapter: AdapterDirectory, directory: Path) -> 
     if generation.is_file():
         (directory / generation.name).write_bytes(generation.read_bytes())
     source.tokenizer.save(directory)
-    write_weights(directory, [spec_of(name, t.dtype, tuple(t.shape)) for name, t in rows.base.items()], rows)
+    write_weights(directory, [spec_of(name, *rows.kind(name)) for name in rows.base], rows)
 
 
 class MergedRows:
     """The tensors of a model without its adapters, by full name, each merged when it is asked for."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._layers = {f"{name}.weight": layer for name, layer in adapted_layers(model)}
+        self._packed = {f"{name}.weight": layer for name, layer in packed_layers(model)}
+        self._layers = {f"{name}.{own}": (layer, own) for name, layer in adapted_layers(model) for own in layer.adapted}
         with without_adapters(model):
             every: dict[str, Tensor] = model.state_dict(keep_vars=True)
         names: dict[int, list[str]] = {}
         for name, tensor in every.items():
             names.setdefault(id(tensor), []).append(name)
         tied = [group for group in names.values() if len(group) > 1]
-        self.is_untied = any(name in self._layers for group in tied for name in group)
+        apart = [group for group in tied if not self._are_equal(group)]
+        self.is_untied = bool(apart)
         # a weight that others share is stored once, under its first name, unless an adapter tells them apart
-        self.base = {
-            name: every[name]
-            for group in names.values()
-            for name in (group if any(each in self._layers for each in group) else group[:1])
-        }
+        self.base = {name: every[name] for group in names.values() for name in (group if group in apart else group[:1])}
+
+    def _are_equal(self, names: list[str]) -> bool:
+        """Whether matrices that share one weight share what is added to it too."""
+        layers = [self._layers[name][0] for name in names if name in self._layers]
+        sources = {id(layer.source[0]) if isinstance(layer, TokenRows) else None for layer in layers}
+        return not layers or (len(layers) == len(names) and len(sources) == 1 and None not in sources)
+
+    def kind(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Dtype and shape of a tensor, the base's."""
+        if (layer := self._packed.get(name)) is not None:
+            return layer.stored_dtype, tuple(layer.stored_shape)
+        return self.base[name].dtype, tuple(self.base[name].shape)
 
     @torch.no_grad()
     def __getitem__(self, name: str) -> Tensor:
-        tensor = self.base[name].detach()
-        return self._layers[name].merged().to(tensor.dtype) if name in self._layers else tensor
+        dtype, _ = self.kind(name)
+        if name in self._layers:
+            layer, own = self._layers[name]
+            return layer.merged(own).to(dtype)
+        return self._packed[name].as_stored().to(dtype) if name in self._packed else self.base[name].detach()

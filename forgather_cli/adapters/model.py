@@ -1,39 +1,78 @@
-"""A model with adapters: which layers get one, what is frozen, in which dtypes, and how it all starts."""
+"""Giving a model adapters: what is frozen, in which dtypes, and what the start says of it."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from difflib import get_close_matches
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from forgather_cli.adapters.layers import Adapted, AdaptedLinear, Shape, attach, is_adapter, sizes, start_magnitudes
-from forgather_cli.adapters.nf4 import freeze, need_bitsandbytes, packed_layers, read_packed, without_packed
-from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings
+from forgather_cli.adapters.directory import adapter_to_go_on
+from forgather_cli.adapters.layers import (
+    Adapted,
+    LowRank,
+    TokenRows,
+    attach,
+    attach_rows,
+    attach_to_parameters,
+    parameter_sizes,
+    sizes,
+)
+from forgather_cli.adapters.nf4 import freeze, need_bitsandbytes
+from forgather_cli.adapters.targets import OF_EXPERTS, input_layer, output_layer, parameter_targets, targets, token_rows
+from forgather_cli.config.schema import Config, DoRASettings, LoRASettings, QLoRASettings
 from forgather_cli.errors import ModelError
-from forgather_cli.models.build import tensor_reader
-from forgather_cli.models.init import stable_seed
 from forgather_cli.models.parts import train_only
 from forgather_cli.precision import half_dtype, parameter_dtype
-from forgather_cli.shards import fill_local
 
 
 def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]:
     """Give layers of ``model`` (on meta too) adapters, in place, and freeze the rest but for ``config.trainable``.
 
     Under half autocast the frozen matrices and embeddings get its dtype; what an embedding gives out stays fp32, as
-    the residual stream does (under fsdp2 both are what its policy makes them). Returns the account for the log. Raises ModelError.
+    the residual stream does (under fsdp2 both are what its policy makes them). Returns the account for the log. Raises
+    ModelError.
     """
-    names = targets(model, settings)
-    _check(model, names, settings, config)
-    account = list(_account(model, settings, names))
-    half, dtype = half_dtype(config.precision), parameter_dtype(config.precision) or torch.float32
+    if settings.from_adapter is not None and settings.trainable_token_indices is None:
+        there = adapter_to_go_on(settings).settings.trainable_token_indices
+        settings = replace(settings, trainable_token_indices=there)
+    if getattr(model, "is_encoder_decoder", False):
+        raise ModelError(
+            f"adapter: {settings.type} does not adapt encoder-decoders yet, got a {type(model).__name__}; set "
+            "adapter=none"
+        )
+    layers, parameters = targets(model, settings), parameter_targets(model, settings)
+    adapted = [f"{name}.weight" for name in layers] + [
+        f"{path}.{own}" for path in parameters for own in parameters[path]
+    ]
+    _check(model, layers, parameters, settings, config)
     train_only(model, config.trainable or [])
+    if both := next((name for name in adapted if model.get_parameter(name).requires_grad), None):
+        raise ModelError(
+            f"trainable: {both} has an adapter, and would be trained whole too; leave it out of trainable, or of "
+            "adapter.target_modules and target_parameters"
+        )
+    trained = _kinds(model, [name for name, parameter in model.named_parameters() if parameter.requires_grad])
+    if shared := next((kind for kind in trained if " = " in kind), None):
+        # peft keeps the two apart
+        raise ModelError(
+            f"trainable: {shared} is one weight, which is not trained whole beside an adapter; leave it out, adapt "
+            "both (adapter.target_modules), or train rows of it (adapter.trainable_token_indices)"
+        )
+    for name, module in model.named_modules():
+        if any(parameter.requires_grad for parameter in module._parameters.values() if parameter is not None):
+            others = [key for key, tensor in module.state_dict(keep_vars=True).items() if not tensor.requires_grad]
+            if others:
+                raise ModelError(
+                    f"trainable: of {name} all is trained beside an adapter or nothing, as peft's modules_to_save are, "
+                    f"but {others[0]} is not; name it too, or leave the others out"
+                )
+    account = list(_account(model, adapted))
+    half, dtype = half_dtype(config.precision), parameter_dtype(config.precision) or torch.float32
     for parameter in model.parameters():
         if half is not None and parameter.ndim > 1 and not parameter.requires_grad:
             parameter.data = parameter.data.to(half)
@@ -41,19 +80,112 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         if half is not None and isinstance(layer, nn.Embedding):
             layer.register_forward_hook(_in_fp32)
     if isinstance(settings, QLoRASettings):
-        need_bitsandbytes()
-        head = output_layer(model)
-        for layer in model.modules():
-            if isinstance(layer, nn.Linear) and layer is not head and not layer.weight.requires_grad:
-                freeze(layer, double_quant=settings.double_quant)
-    for name in names:
-        shape = Shape(
+        account.append(to_four_bits(model, settings))
+        if whole := _kinds(model, [name for name, p in model.named_parameters() if p.ndim > 2]):
+            account.append(f"not in four bits, but in {half or dtype}: {', '.join(whole)}".replace("torch.", ""))
+    taken = dict.fromkeys(kind for name in layers if (kind := name.rpartition(".")[2]) in OF_EXPERTS)
+    if taken and settings.is_for_layers_alone and getattr(model, "num_experts", None):
+        account.append(
+            f"peft 0.21 may take {', '.join(taken)} for layers of experts; give it what finalize --merge makes"
+        )
+    attach_adapters(model, settings, layers, parameters, dtype)
+    account += _add_rows(model, settings, config, dtype)
+    account += _not_served(model, settings, config)
+    number = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return [f"adapter={settings.type}: {number:,} numbers are trained, {account[0]}", *account[1:]]
+
+
+def attach_adapters(
+    model: nn.Module, settings: LoRASettings, layers: list[str], parameters: dict[str, list[str]], dtype: torch.dtype
+) -> None:
+    """Give the layers and parameters that ``targets`` and ``parameter_targets`` have found adapters, in place."""
+
+    def shape(name: str) -> LowRank:
+        return LowRank(
             settings.rank_of(name), settings.scaling_of(name), settings.lora_dropout,
             is_dora=isinstance(settings, DoRASettings), is_gaussian=settings.init_lora_weights == "gaussian",
         )  # fmt: skip
-        attach(model.get_submodule(name), shape, dtype)
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return [f"adapter={settings.type}: {trained:,} numbers are trained, {account[0]}", *account[1:]]
+
+    for name in layers:
+        attach(model.get_submodule(name), shape(name), dtype)
+    for path, own in parameters.items():
+        attach_to_parameters(model.get_submodule(path), {name: shape(f"{path}.{name}") for name in own}, dtype)
+
+
+def attach_rows_of(model: nn.Module, settings: LoRASettings, dtype: torch.dtype) -> None:
+    """Give embedding and head rows of their own for ``trainable_token_indices``, in place. Raises ModelError."""
+    for name, ids in token_rows(model, settings).items():
+        layer, source = model.get_submodule(name), input_layer(model)
+        is_tied = layer is not source and layer.weight is source.weight
+        attach_rows(
+            layer, tuple(ids), dtype, tied_to=source if is_tied else None,
+            is_new=settings.trainable_token_indices is None,
+        )  # fmt: skip
+
+
+def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: torch.dtype) -> Iterator[str]:
+    """``attach_rows_of``, and what is said of it. Rows that nobody has asked for are left out where they cannot be."""
+    rows, asked = token_rows(model, settings), settings.trainable_token_indices is not None
+    if left := {*getattr(model, "new_tokens", ())} - {id for ids in rows.values() for id in ids}:
+        yield f"the rows of {len(left)} added tokens stay as the base has them: trainable_token_indices leaves them out"
+    if not rows:
+        return
+    number, why = max(map(len, rows.values())), None
+    source, fused = input_layer(model), getattr(config.loss, "applies_head", False)
+    head: Any = output_layer(model)
+    for name in rows:
+        layer: Any = model.get_submodule(name)
+        if isinstance(layer, Adapted) or layer.weight.requires_grad:
+            why = f"{name} is trained otherwise; leave it out of adapter.target_modules and trainable"
+        elif head is layer and fused:
+            loss = getattr(config.loss, "type", config.loss)
+            why = f"loss={loss} multiplies with the head's weight itself; set loss=cross_entropy"
+        elif head is layer and layer.weight is source.weight and getattr(config.trainer, "type", None) == "pipeline":
+            why = f"under trainer=pipeline {name} is on another stage than the embedding that it shares them with"
+    if why is not None and asked:
+        raise ModelError(f"adapter.trainable_token_indices: {why}, or trainable_token_indices=[]")
+    if why is not None:
+        yield f"the rows of {number} added tokens stay as the base has them: {why}"
+        return
+    attach_rows_of(model, settings, dtype)
+    yield f"rows of {number} tokens are trained: {', '.join(rows)}"
+
+
+def to_four_bits(model: nn.Module, settings: QLoRASettings) -> str:
+    """Have the frozen linear layers of ``model`` but the head hold their weights in four bits, as transformers does.
+
+    Returns the account for the log. Raises ModelError where there are none.
+    """
+    need_bitsandbytes()
+    head, total = output_layer(model), sum(p.numel() for p in model.parameters())
+    parameters = parameter_targets(model, settings)
+    layers = [
+        layer
+        for name, layer in model.named_modules()
+        if sizes(layer) and layer is not head and not isinstance(layer, nn.Embedding) and name not in parameters
+        if not any(p.requires_grad for p in layer.parameters(recurse=False) if p.ndim > 1)
+    ]
+    if not layers:
+        raise ModelError(
+            f"adapter: qlora packs frozen linear layers, and {type(getattr(model, 'theirs', model)).__name__} has none "
+            "beside its head; set adapter=lora"
+        )
+    packed = sum(freeze(layer, double_quant=settings.double_quant) for layer in layers)
+    return f"in four bits (NF4): {len(layers)} matrices with {packed / total:.1%} of the weights"
+
+
+def _not_served(model: nn.Module, settings: LoRASettings, config: Config) -> Iterator[str]:
+    """What vLLM does not serve as an adapter (its ``lora/peft_helper.py``, and of rows ``lora/utils.py``)."""
+    whole = "forgather finalize RUN MODEL --merge makes a whole model, which it takes"
+    refused = {
+        "DoRA": isinstance(settings, DoRASettings),
+        "trainable (modules_to_save)": bool(config.trainable),
+        "rows of tokens": any(isinstance(layer, TokenRows) for layer in model.modules()),
+    }
+    if names := [name for name, is_set in refused.items() if is_set]:
+        yield f"vLLM refuses adapters with {' and '.join(names)}: {whole}"
+    if settings.rank_pattern or settings.alpha_pattern:
+        yield f"vLLM reads no rank_pattern or alpha_pattern and would scale by lora_alpha / r alone: {whole}"
 
 
 def _in_fp32(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
@@ -61,55 +193,31 @@ def _in_fp32(layer: nn.Module, args: Any, out: Tensor) -> Tensor:
     return out.float() if torch.is_autocast_enabled(out.device.type) else out
 
 
-def targets(model: nn.Module, settings: LoRASettings) -> list[str]:
-    """Names of the layers that get an adapter, in the model's order, as peft 0.21 finds them. Raises ModelError."""
-    layers = {name: layer for name, layer in model.named_modules() if sizes(layer) is not None}
-    wanted = settings.target_modules
-    if wanted == ALL_LINEAR:
-        head = output_layer(model)
-        found = [n for n, layer in layers.items() if layer is not head and not isinstance(layer, nn.Embedding)]
-        if not found:
+def _check(
+    model: nn.Module, layers: list[str], parameters: dict[str, list[str]], settings: LoRASettings, config: Config
+) -> None:
+    """Raise ModelError for an adapter that a layer or a parameter cannot have."""
+    widths = {name: min(sizes(model.get_submodule(name)) or (0, 0)) for name in layers}
+    for path, own in parameters.items():
+        module = model.get_submodule(path)
+        if (
+            path in layers
+            or (sizes(module) is not None and not isinstance(module, nn.Linear))
+            or (module is output_layer(model))
+        ):
             raise ModelError(
-                f"adapter.target_modules: {type(model).__name__} has no linear layer; name its layers in target_modules"
+                f"adapter.target_parameters: {path} is a layer, got its {own[0]}; name it in target_modules"
             )
-        return found
-    if isinstance(wanted, str):
-        found = [name for name in layers if re.fullmatch(wanted, name)]
-        unknown = [] if found else [wanted]
-    else:
-        found = [name for name in layers if any(_ends_with(name, each) for each in wanted)]
-        unknown = [each for each in wanted if not any(_ends_with(name, each) for name in layers)]
-    if unknown:
-        kinds = list(dict.fromkeys(name.rpartition(".")[2] for name in layers))
-        near = get_close_matches(unknown[0], kinds, n=1)
-        raise ModelError(
-            f"adapter.target_modules: no layer of {type(getattr(model, 'theirs', model)).__name__} is "
-            f"{unknown[0]!r};{f' did you mean {near[0]}?' if near else ''} Its layers are {', '.join(kinds)}"
-        )
-    return found
-
-
-def _ends_with(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
-
-
-def output_layer(model: nn.Module) -> nn.Module | None:
-    """The layer from hidden states to logits, where there is one."""
-    theirs = getattr(model, "theirs", None)
-    found: nn.Module | None = getattr(model, "lm_head", None) if theirs is None else theirs.get_output_embeddings()
-    return found
-
-
-def _check(model: nn.Module, names: list[str], settings: LoRASettings, config: Config) -> None:
-    """Raise ModelError for an adapter that a layer cannot have."""
-    for name in names:
-        layer = model.get_submodule(name)
-        width, rank = min(sizes(layer) or (0, 0)), settings.rank_of(name)
-        if rank > width:
+        for name in own:
+            widths[f"{path}.{name}"] = min(parameter_sizes(module, name)[1:])
+    for name, width in widths.items():
+        if (rank := settings.rank_of(name)) > width and settings.from_adapter is None:
             raise ModelError(
                 f"adapter.r: {rank} is above the width of {name}, {width}; set adapter.r={width} or less, or a smaller "
                 "one for it in adapter.rank_pattern"
             )
+    for name in layers:
+        layer = model.get_submodule(name)
         if isinstance(settings, DoRASettings) and isinstance(layer, nn.Embedding):
             raise ModelError(
                 f"adapter.target_modules: dora adapts linear layers, got the embedding {name}; leave it out, or set "
@@ -121,90 +229,40 @@ def _check(model: nn.Module, names: list[str], settings: LoRASettings, config: C
                 f"the adapter of {name}; set loss=cross_entropy, or leave it out of adapter.target_modules"
             )
     for pattern in settings.rank_pattern.keys() | settings.alpha_pattern.keys():
-        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in names):
+        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in widths):
             raise ModelError(f"adapter.rank_pattern: no adapted layer is {pattern!r}; leave it out, or mend it")
 
 
-def _account(model: nn.Module, settings: LoRASettings, names: list[str]) -> Iterator[str]:
-    """How many of the weights are adapted, and which matrices are not."""
-    adapted, left = 0, Counter[str]()
-    total = 0
-    owners = {f"{name}.weight" for name in names}
+def _account(model: nn.Module, adapted: list[str]) -> Iterator[str]:
+    """Which share of the weights gets an adapter, which matrices are trained whole, and which are left as they are."""
+    owners = {id(model.get_parameter(name)) for name in adapted}
+    total = sum(p.numel() for p in model.parameters())
+    inside, whole, left = 0, [], []
     for name, parameter in model.named_parameters():
-        if is_adapter(name) or parameter.ndim < 2:
-            continue
-        total += parameter.numel()
-        if name in owners:
-            adapted += parameter.numel()
-        else:
-            left[re.sub(r"(?<=\.)\d+(?=\.)", "*", name)] += 1
-    yield f"beside {len(names)} matrices with {adapted / max(total, 1):.1%} of the weights"
+        if id(parameter) in owners:
+            inside += parameter.numel()
+        elif parameter.requires_grad:
+            whole.append(name)
+        elif parameter.ndim > 1 and not name.endswith("bias"):
+            left.append(name)
+    yield f"beside {len(owners)} matrices with {inside / total:.1%} of the weights"
+    if whole:
+        yield f"trained whole: {', '.join(_kinds(model, whole))}"
     if left:
-        yield "not adapted: " + ", ".join(f"{name} ({n})" if n > 1 else name for name, n in left.items())
-    if experts := [name for name, p in model.named_parameters() if p.ndim > 2]:
-        yield f"experts such as {experts[0]} are no layers: adapter.target_parameters reaches them"
+        yield f"not adapted: {', '.join(_kinds(model, left))}"
+    # a layer with a weight of three dimensions is a convolution
+    stacks = [n for n in left if model.get_parameter(n).ndim == 3 and not n.endswith(".weight")]
+    if names := dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacks):
+        yield f"experts are no layers: adapter.target_parameters=[{','.join(names)}] adapts them"
 
 
-# --------------------------------------------------------------------------------------------------------------- start
-
-
-def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Callable[[nn.Module], None]:
-    """``init``, which fills a model or a part of one without adapters, and then the adapters: by (seed, name), the same
-    in every layout, or as ``init_from`` has them. Of weights in four bits one at a time is in memory otherwise. Raises
-    ModelError."""
-    from forgather_cli.adapters.directory import adapter_to_go_on
-    from forgather_cli.adapters.load import fill_from
-
-    settings = config.adapter
-    assert isinstance(settings, LoRASettings)
-    before = None if settings.init_from is None else adapter_to_go_on(settings)
-
-    def fill(part: nn.Module) -> None:
-        with without_adapters(part), without_packed(part):
-            init(part)
-        if any(True for _ in packed_layers(part)):
-            device = next(p.device for n, p in part.named_parameters() if is_adapter(n))
-            read_packed(part, tensor_reader(config.model, part), half_dtype(config.precision) or torch.float32, device)
-        if before is None:
-            start(part, seed)
-        else:
-            fill_from(part, before)
-
-    return fill
-
-
-@torch.no_grad()
-def start(part: nn.Module, seed: int) -> None:
-    """Fill the adapters of ``part``, whose weights are there."""
-    for path, layer in adapted_layers(part):
-        for name, parameter in layer.named_parameters():
-            if name.startswith("lora_") and name != "lora_magnitude_vector":
-                drawn = torch.empty(parameter.shape)
-                layer.start(name, drawn, Generator().manual_seed(stable_seed(seed, f"{path}.{name}")))
-                fill_local(parameter, drawn)
-        if layer.adapter.is_dora:
-            assert isinstance(layer, AdaptedLinear)
-            start_magnitudes(layer)
-
-
-def adapted_layers(part: nn.Module) -> Iterator[tuple[str, Adapted]]:
-    """The layers with an adapter, by name."""
-    for path, layer in part.named_modules():
-        if isinstance(layer, Adapted):
-            yield path, layer
-
-
-@contextmanager
-def without_adapters(part: nn.Module) -> Iterator[None]:
-    """Inside, the adapters' parameters are not there, so that what fills a model by its names fills the base."""
-    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for _, layer in adapted_layers(part):
-        kinds: tuple[dict[str, Any], ...] = (layer._parameters, layer._modules)  # type: ignore[assignment]
-        for members in kinds:
-            own = {name: members.pop(name) for name in list(members) if name.startswith("lora_")}
-            taken.append((members, own))
-    try:
-        yield
-    finally:
-        for members, own in taken:
-            members.update(own)
+def _kinds(model: nn.Module, names: list[str]) -> list[str]:
+    """Names that differ by the layer's number once, with how often; of each its other names where it is tied."""
+    every: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        every.setdefault(id(parameter), []).append(name)
+    kinds = Counter(
+        " = ".join(re.sub(r"(?<=\.)\d+(?=\.)", "*", each) for each in every[id(model.get_parameter(name))])
+        for name in names
+    )
+    return [f"{kind} ({number})" if number > 1 else kind for kind, number in kinds.items()]

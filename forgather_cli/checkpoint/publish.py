@@ -23,7 +23,7 @@ from forgather_cli.checkpoint.tensors import share_in_pieces, whole, write_index
 from forgather_cli.distributed import NoAnswerError, gather, joined
 from forgather_cli.documents.encoding import Encoded
 from forgather_cli.documents.messages import sent
-from forgather_cli.errors import CheckpointError, ForgatherError
+from forgather_cli.errors import CheckpointError, ForgatherError, TrainingError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,6 +103,10 @@ class Publication:
     def run(self) -> None:
         try:
             self.path = self._publish()
+        except TrainingError:
+            # a data worker has ended, which torch tells the main thread wherever that is (2.13); as a failed save it
+            # would have this rank go on alone, and the others wait for it
+            raise
         except Exception as error:  # the edge of the thread
             log.debug("checkpoint", exc_info=True)
             self.group_is_lost = isinstance(error, NoAnswerError)
@@ -292,6 +296,8 @@ class Publication:
         """Run ``action``; what it raises becomes an outcome."""
         try:
             return _Outcome(action())
+        except TrainingError:
+            raise
         except Exception as error:  # the other ranks are told
             log.debug("checkpoint", exc_info=True)
             self._own_failure = reason(error)

@@ -33,7 +33,7 @@ from forgather_cli.checkpoint.trial import try_save
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.distributed import cpu_group, gather, joined
 from forgather_cli.documents.messages import sent
-from forgather_cli.errors import SetupError
+from forgather_cli.errors import SetupError, TrainingError
 from forgather_cli.run_dir import RunDir
 
 log = logging.getLogger(__name__)
@@ -241,6 +241,8 @@ class Checkpointer:
     def _delete_old(self, *, coming: int, protected: Collection[int] = ()) -> None:
         try:
             retention.delete_checkpoints(self._deletable(coming=coming, protected=protected))
+        except TrainingError:  # as in Publication.run
+            raise
         except Exception as error:  # the edge of the thread
             log.error("old checkpoints were not deleted: %s", reason(error))
 

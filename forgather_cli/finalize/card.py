@@ -22,8 +22,12 @@ def model_card(report: Mapping[str, Any], name: str) -> str:
 def _summary(report: Mapping[str, Any]) -> str:
     model, proof = report["model"], report["proof"]
     how = f", quantized with {report['quantization']}" if report["quantization"] else ""
+    apart = ""
+    if adapter := report.get("adapter"):
+        kind = f"{adapter['type']} adapter (r {adapter['r']})"
+        apart, how = ("", f"{how}, with a {kind} merged in") if adapter["merged"] else (f"A {kind} of ", how)
     lines = [
-        f"{model['architecture']}, {model['parameters']:,} parameters in {model['dtype']}{how}, a vocabulary of "
+        f"{apart}{model['architecture']}, {model['parameters']:,} parameters in {model['dtype']}{how}, a vocabulary of "
         f"{model['vocab_size']:,} tokens. Made with Forgather {report['versions']['forgather']}.",
         "",
         "| | source | this model |",
@@ -40,10 +44,18 @@ def _summary(report: Mapping[str, Any]) -> str:
 
 def _use(report: Mapping[str, Any]) -> str:
     if "adapter" in report and not report["adapter"]["merged"]:
+        before, how, note = "", "", ""
+        if report["adapter"]["type"] == "qlora":
+            before, how = "import json\n\n", ', quantization_config=json.load(open("quantization_config.json"))'
+            note = (
+                "\n\nIt was trained beside that base in four bits (NF4, `bitsandbytes`). Without `quantization_config` "
+                "it is loaded beside the base as it is stored, which is a slightly different model."
+            )
         return (
-            "## Use\n\n```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer\n\n"
-            f'model = AutoPeftModelForCausalLM.from_pretrained(".")  # of the base {report["adapter"]["base"]}\n'
-            'tokenizer = AutoTokenizer.from_pretrained(".")\n```'
+            f"## Use\n\n```python\n{before}from peft import AutoPeftModelForCausalLM\n"
+            f"from transformers import AutoTokenizer\n\n# of the base {report['adapter']['base']}\n"
+            f'model = AutoPeftModelForCausalLM.from_pretrained("."{how})\n'
+            f'tokenizer = AutoTokenizer.from_pretrained(".")\n```{note}'
         )
     extra = "\nThe weights are quantized: loading needs `torchao`.\n" if report["quantization"] else ""
     stop = ", ".join(f"`{token['token']}` ({token['id']})" for token in report["stop_tokens"]) or "none"

@@ -126,6 +126,9 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
         facts["mean of"] = f"{len(source['members'])} checkpoints"
     how = f", {report['quantization']}" if report["quantization"] else ""
     facts["model"] = f"{model['architecture']}, {human(model['parameters'])} parameters, {model['dtype']}{how}"
+    if adapter := report.get("adapter"):
+        merged = "merged into" if adapter["merged"] else "of"
+        facts["adapter"] = f"{adapter['type']}, r {adapter['r']}, {merged} {shown(adapter['base'])}"
     facts["vocabulary"] = f"{model['vocab_size']:,} tokens"
     if added := [token["token"] for token in report["added_tokens"]]:
         first = ", ".join(added[:5]) + (", ..." if len(added) > 5 else "")
@@ -150,8 +153,16 @@ def _proof(proof: dict[str, Any]) -> dict[str, str]:
     bounds = [f" (bound {proof['bound']:g})" if here else "" for here in (on_logits, not on_logits)]
     perplexities = f"{proof['perplexity_source']:.6g} source, {proof['perplexity_result']:.6g} result"
     shared = f", over the {proof['vocabulary_compared']:,} tokens of the source" if proof["vocabulary_grew"] else ""
-    return {
+    facts = {
         "compared": f"{proof['tokens']:,} tokens of {proof['sample']}, result loaded through {proof['loaded_through']}",
         "logits": f"differ by at most {proof['max_logit_difference']:.3g} from {proof['compared_with']}{bounds[0]}",
         "perplexity": f"{perplexities}, ratio {proof['perplexity_ratio']:.5f}{bounds[1]}{shared}",
     }
+    if merge := proof.get("merge"):
+        facts["merging"] = (
+            f"perplexity {merge['perplexity_ratio']:.5f} times that of base and adapter apart "
+            f"(bound {merge['bound']:g}), logits differ by at most {merge['max_logit_difference']:.3g}"
+        )
+        if (ratio := merge.get("perplexity_ratio_to_stored_base")) is not None:
+            facts["four bits"] = f"perplexity {ratio:.5f} times that of the adapter beside the base as it is stored"
+    return facts

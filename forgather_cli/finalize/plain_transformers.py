@@ -1,4 +1,5 @@
-"""What a model makes of a sample; run as a script, what the transformers library alone makes of a model directory.
+"""What a model makes of a sample; run as a script, what the transformers library alone makes of a model directory, or
+with peft of an adapter's.
 
     python -P plain_transformers.py '{"directory": ..., "given": ..., "made": ..., ...}'     (the arguments of ``main``)
 
@@ -13,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,10 +117,25 @@ def main(directory: str, given: str, made: str, vocab: int, keep: int, device: s
     from safetensors.torch import load_file, save_file
 
     auto = transformers.AutoModelForSeq2SeqLM if paired else transformers.AutoModelForCausalLM
+    adapter, how = Path(directory, "adapter_config.json"), {}
+    base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory
+    in_four_bits = Path(directory, "quantization_config.json")  # of the base of an adapter
+    if in_four_bits.is_file():
+        config = json.loads(in_four_bits.read_text(encoding="utf-8")) | {"bnb_4bit_compute_dtype": "float32"}
+        how = {"quantization_config": config, "device_map": {"": device}}
     model: Any = auto.from_pretrained(
-        directory, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=paired
+        base, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=paired, **how
     )
-    model.to(device).eval()
+    if adapter.is_file():  # by peft: transformers itself would round the adapter to the base's dtype (5.24)
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, directory, local_files_only=True)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # on CPUs with it bitsandbytes would compute in bf16
+            module.support_avx512bf16_for_cpu = False
+    if not how:
+        model.to(device)
+    model.eval()
     sample = load_file(given)
     losses: list[float] = []
     found: dict[str, Tensor] = {}

@@ -36,6 +36,7 @@ from forgather_cli.finalize.sample import Sample
 from forgather_cli.inference.source import Located, load_located
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate
+from forgather_cli.run_dir import is_adapter_directory
 from forgather_cli.terminal.bars import Bar
 
 _MAX_KEPT = 1 << 23
@@ -78,9 +79,11 @@ class Reference:
 # ---------------------------------------------------------------------------------------------------------- measuring
 
 
-def measure_source(found: Located, sample: Sample, vocab: int, rounding: torch.dtype | None) -> Reference:
-    """Load the source in the dtype of its files, and let it go again."""
-    source = load_located(found, dtype=None)
+def measure_source(
+    found: Located, sample: Sample, vocab: int, rounding: torch.dtype | None, *, as_stored: bool = False
+) -> Reference:
+    """Load the source in the dtype of its files, and let it go again. ``as_stored``: see ``load_located``."""
+    source = load_located(found, dtype=None, as_stored=as_stored)
     exact = _measured(source.model, sample, vocab, source.device)
     rounded = None
     if rounding is not None:
@@ -119,13 +122,15 @@ def _measured(
 def compare_result(directory: Path, reference: Reference, sample: Sample, options: FinalizeOptions) -> dict[str, Any]:
     """Load the result and compare it; the proof for the report. Raises ProofError beyond the bound."""
     exact = options.quantize is None
-    if importlib.util.find_spec("transformers") is None:
-        through = "Forgather's own reader, as transformers is not installed"
+    needed = ["transformers", "peft"] if is_adapter_directory(directory) else ["transformers"]
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        through = f"Forgather's own reader, as {missing[0]} is not installed"
         source = load_located(Located(directory, None, None), dtype=None)
         result = _measured(source.model, sample, reference.vocab, source.device, exact=exact)
         del source
     else:
-        through = f"transformers {importlib.metadata.version('transformers')}, in its own process"
+        through = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in reversed(needed))
+        through += ", in its own process"
         result = _by_transformers(directory, sample, reference.vocab, exact=exact)
     wanted = (reference.rounded or reference.exact).logits
     # NaN where a result is not finite and the source's was
@@ -160,10 +165,11 @@ def compare_result(directory: Path, reference: Reference, sample: Sample, option
     return proof
 
 
-def compare_merge(merged: Measured, apart: Measured) -> dict[str, float]:
-    """How far the merged model is from base and adapter apart: rounding to the base's dtype, once more than there.
+def compare_merge(merged: Measured, apart: Measured, stored: Measured | None) -> dict[str, float]:
+    """How far the merged model is from base and adapter apart, as they were trained: rounding to the base's dtype, once
+    more than there. Of a base in four bits also how far from the adapter beside the base that is ``stored``.
 
-    Raises ProofError beyond the bound on the ratio of the perplexities.
+    Raises ProofError beyond the bound on the first ratio of the perplexities.
     """
     ratio = math.exp(min(merged.loss - apart.loss, 700.0))
     if not ratio <= MERGE_BOUND:
@@ -175,6 +181,11 @@ def compare_merge(merged: Measured, apart: Measured) -> dict[str, float]:
         "perplexity_ratio": ratio,
         "max_logit_difference": float((merged.logits - apart.logits).abs().max()),
         "bound": MERGE_BOUND,
+        **(
+            {}
+            if stored is None
+            else {"perplexity_ratio_to_stored_base": math.exp(min(merged.loss - stored.loss, 700.0))}
+        ),
     }
 
 

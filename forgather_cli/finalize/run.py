@@ -52,6 +52,7 @@ from forgather_cli.finalize.tokens import (
     read_new_tokens,
     write_chat_template,
 )
+from forgather_cli.hub import hub_name_of
 from forgather_cli.inference.source import Located
 from forgather_cli.models.pretrained import AUTO_MAP, ENCODER_DECODER, MODELING_FILE
 from forgather_cli.terminal.bars import Bar, doing
@@ -207,10 +208,16 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
     shared = job.vocab.before if job.vocab.added else int(job.model_config.get("vocab_size") or job.vocab.before)
     reference = measure_source(found, sample, shared, rounding)
     apart = measure_source(job.chosen.located, sample, shared, None).exact if job.chosen.is_merged else None
+    beside_stored = None
+    if apart is not None and job.chosen.in_four_bits:
+        beside_stored = measure_source(job.chosen.located, sample, shared, None, as_stored=True).exact
     say("writing")
     if job.chosen.adapter is not None and not job.chosen.is_merged:
         ids: dict[str, int] = {}
         stop = _write_adapter(job, directory)
+        if job.chosen.in_four_bits:
+            say("the adapter was trained beside a base in four bits: on the base as it is stored it is a slightly")
+            say("different model; README.md has the lines that load it as it was trained")
     else:
         ids, stop = _write(job, found, tensors, directory, say)
     remove(directory / _MADE)
@@ -223,7 +230,7 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
     proof = compare_result(directory, reference, sample, options)
     proof["vocabulary_grew"] = bool(job.vocab.added)
     if apart is not None:
-        proof["merge"] = compare_merge(reference.exact, apart)
+        proof["merge"] = compare_merge(reference.exact, apart, beside_stored)
     files: list[dict[str, Any]] = []
     if options.gguf_types:
         from forgather_cli.gguf.files import write_and_prove
@@ -234,7 +241,7 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
     decoded = load_tokenizer(str(directory))
     sizes = {path: path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()}
     versions = {"forgather": forgather_cli.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    for package in ("transformers", "peft", "torchao", *(("gguf", "xllamacpp") if files else ())):
+    for package in ("transformers", "peft", "torchao", "bitsandbytes", *(("gguf", "xllamacpp") if files else ())):
         if importlib.util.find_spec(package) is not None:
             versions[package] = importlib.metadata.version(package)
     with Bar("hashing the files", "bytes", total=sum(sizes.values())) as bar:
@@ -260,9 +267,9 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
 
 def _write_adapter(job: FinalizePlan, directory: Path) -> list[int]:
     """The adapter's files and the tokenizer. Returns the tokens that end a text."""
-    from forgather_cli.adapters.directory import CONFIG, WEIGHTS
+    from forgather_cli.adapters.directory import CONFIG, QUANTIZATION, WEIGHTS
 
-    for name in (CONFIG, WEIGHTS, "generation_config.json"):
+    for name in (CONFIG, WEIGHTS, QUANTIZATION, "generation_config.json"):
         if (job.chosen.located.directory / name).is_file():
             shutil.copyfile(job.chosen.located.directory / name, directory / name)
     job.tokenizer.save(directory)
@@ -330,8 +337,11 @@ def _without_code(job: FinalizePlan, source: Path, directory: Path, say: Say) ->
 def _adapter(job: FinalizePlan) -> dict[str, Any]:
     adapter = job.chosen.adapter
     assert adapter is not None
-    return {"type": adapter.settings.type, "r": adapter.settings.r, "base": str(adapter.base.resolve())} | {
-        "merged": job.chosen.is_merged
+    return {
+        "type": adapter.settings.type,
+        "r": adapter.settings.r,
+        "base": hub_name_of(adapter.base.resolve()) or str(adapter.base.resolve()),
+        "merged": job.chosen.is_merged,
     }
 
 

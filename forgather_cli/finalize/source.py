@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli.checkpoint.average import PROVENANCE, average_models, enough_of, last_checkpoints
 from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.manifest import NAME
+from forgather_cli.config.schema import QLoRASettings
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.finalize.options import FinalizeOptions
@@ -41,6 +42,11 @@ class Chosen:
     def is_made(self) -> bool:
         """Whether the model is yet to be made."""
         return bool(self.members) or self.is_merged
+
+    @property
+    def in_four_bits(self) -> bool:
+        """Whether it is an adapter that was trained beside four bits."""
+        return self.adapter is not None and isinstance(self.adapter.settings, QLoRASettings)
 
     @property
     def described_by(self) -> Path:
@@ -120,6 +126,11 @@ def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -
     members = last_checkpoints(run, options.average)
     enough_of(run, members, options.average, "--average", say)
     newest = Reader(members[-1])
+    if is_adapter_directory(newest.path / "model"):
+        raise ConfigError(
+            f"--average: the checkpoints of {run.root} are adapters, and the mean of products is no product of means; "
+            "finalize each with --merge and average these (forgather checkpoint average)"
+        )
     return Chosen(Located(newest.path / "model", newest, run_of(newest.path)), tuple(members))
 
 

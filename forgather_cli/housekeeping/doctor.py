@@ -164,6 +164,7 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
             "flash attention": "yes" if _has_flash_attention(device) else "no",
             "loss=liger": "needs CUDA" if device.type != "cuda" else "yes" if kernels else "needs forgather[kernels]",
             "loss=cut_cross_entropy": "yes" if kernels else "needs forgather[kernels]",
+            "adapter=qlora": "yes" if find_spec("bitsandbytes") else "needs forgather[qlora]",
         }
 
     devices: list[Facts] = []

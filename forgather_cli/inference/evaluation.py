@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import re
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,15 @@ from torch import nn
 
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
-from forgather_cli.config.schema import BF16TrueSettings, Config, InstructSettings, NoAdapter, SingleSettings, Target
+from forgather_cli.config.schema import (
+    BF16TrueSettings,
+    Config,
+    InstructSettings,
+    NoAdapter,
+    QLoRASettings,
+    SingleSettings,
+    Target,
+)
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.splits import DataSplits
@@ -147,8 +156,15 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
     if described != found.directory:
         from forgather_cli.adapters.directory import read_adapter
 
-        settings = read_adapter(found.directory).settings
-        config = replace(config, adapter=replace(settings, init_from=str(found.directory)))
+        adapter = read_adapter(found.directory)
+        if isinstance(adapter.settings, QLoRASettings) and getattr(config.trainer, "type", None) != "ddp":
+            raise ModelError(
+                f"{found.path}: was trained beside a base in four bits, and runs under trainer=single and ddp; set one"
+            )
+        # what was trained as a whole is not packed
+        whole = [rf"(^|\.){re.escape(name)}\.[^.]*$" for name in adapter.modules_to_save] or None
+        settings = replace(adapter.settings, from_adapter=str(found.directory))
+        config = replace(config, adapter=settings, trainable=whole)
     init = partial(fill, config, device, seed=0) if is_directory else None
     build = partial(construct, config, device, vocab_size=data.vocab_size, seq_len=data.seq_len)
     strategy.materialize(model_spec(build, config, strategy, init=init))

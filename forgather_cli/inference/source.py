@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,6 +24,9 @@ from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.transform import cast_parameters
 from forgather_cli.run_dir import RunDir, is_adapter_directory, is_checkpoint, is_model_directory, run_of
 from forgather_cli.trainer.checkpoints import load_model
+
+if TYPE_CHECKING:
+    from forgather_cli.adapters.directory import AdapterDirectory
 
 _SLACK = 1_000_000  # numbers; tied weights and rows for new tokens are not stored
 
@@ -87,8 +93,11 @@ def locate(source: Path, *, trust_config: bool = False) -> Located:
     return found
 
 
-def load_located(found: Located, *, device: str = "auto", dtype: torch.dtype | None = None) -> Source:
-    """Load a model with its tokenizer; floating weights in ``dtype``, None: in that of most of them in the files.
+def load_located(
+    found: Located, *, device: str = "auto", dtype: torch.dtype | None = None, as_stored: bool = False
+) -> Source:
+    """Load a model with its tokenizer; floating weights in ``dtype``, None: in that of most of them in the files. The
+    base of an adapter that was trained beside four bits has them again; with ``as_stored`` what its files have.
 
     Raises SetupError.
     """
@@ -102,7 +111,7 @@ def load_located(found: Located, *, device: str = "auto", dtype: torch.dtype | N
         directory = directory_of_tokenizer(adapter)
     tokenizer = load_tokenizer(str(directory), add_bos=found.add_bos)
     if is_adapter_directory(found.directory):
-        model = with_adapter(_from_directory(adapter.base, tokenizer, dtype), adapter)
+        model = with_adapter(_from_directory(adapter.base, tokenizer, dtype, None if as_stored else adapter), adapter)
     elif is_model_directory(found.directory):
         model = _from_directory(found.directory, tokenizer, dtype)
     elif found.reader is None or found.run is None:
@@ -122,8 +131,10 @@ def is_quantized(directory: Path) -> bool:
     return config.exists() and read_json_object(config, ModelError).get("quantization_config") is not None
 
 
-def _from_directory(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | None) -> nn.Module:
-    """A Hugging Face directory, whoever wrote it; a quantized one as it is."""
+def _from_directory(
+    directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | None, adapter: AdapterDirectory | None = None
+) -> nn.Module:
+    """A Hugging Face directory, whoever wrote it; a quantized one as it is. As a base it is as ``adapter`` wants it."""
     if is_quantized(directory):
         from forgather_cli.finalize.quantize import load_quantized
 
@@ -138,8 +149,13 @@ def _from_directory(directory: Path, tokenizer: Tokenizer, dtype: torch.dtype | 
             f"{directory / 'config.json'}: describes a larger model than its files hold ({stored:,} numbers)"
         )
     cast_parameters(model, dtype or weights.dtype)
+    fill: Callable[[nn.Module], None] = partial(initialize, option, seed=0)
+    if adapter is not None:
+        from forgather_cli.adapters.load import as_base
+
+        fill = as_base(model, adapter, option, fill)
     allocate(model, "cpu")
-    initialize(option, model, seed=0)
+    fill(model)
     return model
 
 

@@ -27,6 +27,7 @@ from forgather_cli.config.schema import (
     FP8Settings,
     KernelLoss,
     QATSettings,
+    QLoRASettings,
     Target,
 )
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
@@ -350,6 +351,8 @@ def check_surroundings(config: Config) -> None:
     if isinstance(config.precision, FP8Settings | QATSettings) and find_spec("torchao") is None:
         what = f"precision={config.precision.type}"
         raise SetupError(f"{what}: needs the package torchao; pip install 'forgather[quantize]'")
+    if isinstance(config.adapter, QLoRASettings) and find_spec("bitsandbytes") is None:
+        raise SetupError("adapter=qlora: needs the package bitsandbytes; pip install 'forgather[qlora]'")
     if isinstance(config.loss, KernelLoss):
         for package in (_KERNELS[config.loss.type], *_OF_KERNELS):
             if find_spec(package.replace("-", "_")) is None:

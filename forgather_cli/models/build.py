@@ -50,6 +50,7 @@ def construct(
         where = torch.device("cpu")
     with where:
         model = build_model(config.model, vocab_size=vocab_size, seq_len=seq_len, num_new=num_new)
+    model.new_tokens = range((vocab_size or 0) - num_new, vocab_size or 0)  # type: ignore[assignment]
     if isinstance(config.model, Target) or isinstance(config.data, Target):
         return model
     if config.data.is_paired and not getattr(model, "is_encoder_decoder", False):
@@ -66,15 +67,14 @@ def construct(
 
 
 def _check_frozen_rows(config: Config, tokens: int, num_new: int) -> None:
-    """Raise ModelError where tokens that the data add have no row in a frozen base; else say that theirs stay as they
-    are."""
+    """Raise ModelError where tokens that the data add have no row in a frozen base."""
     rows = own_vocab_size(config.model) or 0
     if tokens > rows:
         raise ModelError(
-            f"data.add_tokens: {num_new} tokens are to be added to a base of {rows:,}, whose rows an adapter does not "
-            "train; set data.add_tokens=false, or train the whole model with adapter=none"
+            f"data.add_tokens: {num_new} tokens are to be added to a base of {rows:,} rows, which an adapter leaves as "
+            "it is; add them to the base first (forgather finalize BASE GROWN --add-tokens FILE, model.path=GROWN), "
+            "or set data.add_tokens=false"
         )
-    log.warning("the rows of %d added tokens are the base's and stay as they are beside an adapter", num_new)
 
 
 def fill(config: Config, device: torch.device, module: nn.Module, seed: int, *, num_known: int | None = None) -> None:
@@ -86,6 +86,7 @@ def fill(config: Config, device: torch.device, module: nn.Module, seed: int, *, 
     draws_on_device = draws_on_device and isinstance(config.model, DecoderSettings)
     if draws_on_device:
         log.info("construct_model_on=device draws other numbers than meta and cpu do")
+    num_known = num_known if isinstance(config.adapter, NoAdapter) else None  # beside an adapter no row changes
     initialize(config.model, module, seed, device_generator=draws_on_device, num_known=num_known)
 
 
@@ -263,22 +264,23 @@ def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0, num_k
 def tensor_reader(option: ModelOption, module: nn.Module) -> Callable[[str], Tensor]:
     """Reads whole tensors of a model's directory, one at a time, by the full name that ``module`` has for them.
 
-    Raises ModelError where the directory stores them otherwise.
+    Where transformers would convert some (experts stored one by one), it reads all into memory first. Raises
+    ModelError.
     """
     assert isinstance(option, PretrainedSettings | TransformersSettings)
     directory = Path(option.path or "").expanduser()
     files = tensor_files(directory)
     if isinstance(option, PretrainedSettings):
-        names: dict[str, str] | None = _names_in_files(directory, read_settings(directory), files)
+        known = _names_in_files(directory, read_settings(directory), files)
     else:
         from forgather_cli.models.hf.model import CausalLM
-        from forgather_cli.models.hf.weights import stored_names
+        from forgather_cli.models.hf.weights import stored_names, whole_by_transformers
 
         assert isinstance(module, CausalLM)
         names = stored_names(module, files)
-    if names is None:
-        raise ModelError(f"model.path: the tensors of {directory} are not the model's one by one; save it again")
-    known = names
+        if names is None:
+            return whole_by_transformers(option).__getitem__
+        known = names
 
     def read(name: str) -> Tensor:
         with opened(files[known[name]]) as tensors:

@@ -104,7 +104,21 @@ def read_rows(
                 if grown:
                     _read_grown(target, source, old, name=name, seed=seed, noise=noise)
                 else:
-                    local(target).copy_(source[box_of(target).slices])
+                    _copy_box(target, source, file, stored[name])
+
+
+def _copy_box(target: Tensor, source: Any, file: Path, name: str) -> None:
+    """Copy this rank's part of ``source``, the tensor ``name``: of a large one some rows at a time (``_portions``)."""
+    held, slices = local(target), box_of(target).slices
+    if held.nbytes <= _PORTION_BYTES:
+        held.copy_(source[slices])
+        return
+    rows = max(len(held) * _PORTION_BYTES // held.nbytes, 1)
+    for first in range(0, len(held), rows):
+        block = held[first : first + rows]
+        begin = slices[0].start + first
+        with opened(file) as tensors:
+            block.copy_(tensors.get_slice(name)[(slice(begin, begin + len(block)), *slices[1:])])
 
 
 def _portions(targets: Mapping[str, Tensor], files: Mapping[str, Path]) -> Iterator[tuple[Path, list[str]]]:

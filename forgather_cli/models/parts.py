@@ -40,6 +40,11 @@ def named_tensors(parts: list[nn.Module]) -> dict[str, torch.Tensor]:
     return found
 
 
+def num_elements(parameter: torch.Tensor) -> int:
+    """The numbers that a parameter stands for: more than it has elements where these are packed ones."""
+    return int(getattr(parameter, "num_packed", parameter.numel()))
+
+
 def trainable_parameters(parts: list[nn.Module]) -> list[tuple[str, nn.Parameter]]:
     return [(n, t) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter) and t.requires_grad]
 

@@ -5,9 +5,9 @@ Legend: E hidden size, H heads, K key-value heads, D head size, I width of the M
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import (
     Config,
@@ -23,6 +23,9 @@ from forgather_cli.config.schema import (
 from forgather_cli.plan.memory import HALF_PRODUCTS
 from forgather_cli.plan.parameters import FP32, HALF
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 @dataclass(frozen=True)
 class Activations:
@@ -36,11 +39,13 @@ class Activations:
     The plain loss keeps logits and their log-softmax (2 V) and makes the gradient (V), in fp32; the chunked one (2 V)
     of a chunk of tokens. Liger's chunks have room for E logits per token of the batch, and Cut Cross-Entropy keeps none
     on a GPU, as their sources say. Around the layers there are the embedding's and the last norm's results and
-    gradients (8 E). ``tests/plan/test_plan_fit.py`` compares all of a run with what torch's allocator hands out.
+    gradients (8 E). A linear layer that is not trained keeps no input, and layers before the first trained parameter
+    keep nothing; an adapter keeps its input and the small product, with DoRA what is scaled too.
+    ``tests/plan/test_plan_fit.py`` compares all of a run with what torch's allocator hands out.
     """
 
-    kept: int
-    """From forward to backward, of a layer that is not computed again."""
+    kept: Sequence[int]
+    """From forward to backward, of each layer where it is not computed again."""
     kept_of_recomputed: int
     """Of one that is."""
     recomputes: Callable[[int], bool]
@@ -59,10 +64,12 @@ class Activations:
 
         Most is held as the last layer's backward begins: if it is computed again, all of its activations are there.
         """
-        waiting = sum(self.kept_of_recomputed if self.recomputes(n) else self.kept for n in layers)
+        waiting = sum(
+            min(self.kept_of_recomputed, self.kept[n]) if self.recomputes(n) else self.kept[n] for n in layers
+        )
         waiting *= tokens * in_flight
         again = layers and self.recomputes(layers[-1])
-        at_work = tokens * (self.at_work + (self.kept if again else 0)) if layers else 0
+        at_work = tokens * (self.at_work + (self.kept[layers[-1]] if again else 0)) if layers else 0
         if not loss:
             return waiting + at_work
         chunked = self.loss_tokens is not None
@@ -70,8 +77,10 @@ class Activations:
         return waiting + max(at_work, in_loss * self.loss + tokens * self.ends)  # the loss is done before the layers
 
 
-def activations_of(config: Config, shape: Any) -> Activations | None:
-    """``shape``: the model's resolved settings; None for a model that is not the decoder."""
+def activations_of(config: Config, shape: Any, model: nn.Module | None = None) -> Activations | None:
+    """``shape``: the model's resolved settings; None for a model that is not the decoder. ``model``: it itself, where
+    some of it is frozen.
+    """
     if not isinstance(shape, DecoderSettings):
         return None
     hidden, vocab = shape.hidden_size, shape.vocab_size or 0
@@ -91,6 +100,10 @@ def activations_of(config: Config, shape: Any) -> Activations | None:
         # multiplied, in place of the input itself
         layer += FP32 * (8 * hidden + 2 * heads * head_dim + mlp)
 
+    kept = [layer] * shape.num_hidden_layers
+    if model is not None and not all(parameter.requires_grad for parameter in model.parameters()):
+        kept = _kept_beside_frozen(model, layer, width)
+
     loss, loss_tokens = 3 * vocab * FP32, None
     match config.loss:
         case LinearCrossEntropySettings(chunk_size=size):
@@ -101,7 +114,7 @@ def activations_of(config: Config, shape: Any) -> Activations | None:
             loss = 0
 
     return Activations(
-        kept=layer,
+        kept=kept,
         kept_of_recomputed=hidden * stream,
         recomputes=config.recomputes,
         at_work=3 * mlp * width,
@@ -109,6 +122,33 @@ def activations_of(config: Config, shape: Any) -> Activations | None:
         loss=loss,
         loss_tokens=loss_tokens,
     )
+
+
+def _kept_beside_frozen(model: nn.Module, layer: int, width: int) -> list[int]:
+    """Of each layer, where all of it keeps ``layer`` if it is trained."""
+    stack: Any = model
+    stack, passes, kept = stack.model, stack.model.embed_tokens.weight.requires_grad, []
+    for block in stack.layers.values():
+        passes = passes or any(parameter.requires_grad for parameter in block.parameters())
+        size = layer if passes else 0
+        attention, mlp = block.self_attn, block.mlp
+        together = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj], [mlp.down_proj]
+        for linears in together:
+            if passes and not any(_keeps_input(linear) for linear in linears):
+                size -= width * linears[0].in_features
+        for linear in block.modules():
+            if (adapter := getattr(linear, "adapter", None)) is not None:
+                size += width * adapter.rank
+                size += width * linear.out_features if adapter.is_dora else 0
+                # in place of its input, what that is multiplied with, and the product
+                size += width * 2 * linear.in_features if adapter.dropout else 0
+        kept.append(size)
+    return kept
+
+
+def _keeps_input(linear: Any) -> bool:
+    adapter = getattr(linear, "adapter", None)
+    return linear.weight.requires_grad or (adapter is not None and not adapter.dropout)
 
 
 def paired_activations(

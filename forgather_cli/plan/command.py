@@ -125,7 +125,8 @@ def _server_settings(of_server: Sequence[str], stated: Mapping[str, Any]) -> Dil
 def plan_document(made: RunPlan, *, params: bool = False) -> dict[str, Any]:
     """The plan as plain values; parameters one by one only if asked for. Bytes at the top are the fullest rank's."""
     document = {key: value for key, value in asdict(made).items() if key not in ("parameters", "ranks", "stages")}
-    document |= {"num_parameters": made.num_parameters or None, "parameters_by_kind": made.by_kind()}
+    document |= {"num_parameters": made.num_parameters or None, "num_trained": made.num_trained or None}
+    document |= {"parameters_by_kind": made.by_kind()}
     document |= _bytes(made.fullest) if made.fullest else {}
     document |= {"ranks": [{"rank": each.rank, **_bytes(each)} for each in made.ranks]}
     document |= {"stages": [asdict(stage) for stage in made.stages]} if made.stages else {}
@@ -195,9 +196,13 @@ def _facts(made: RunPlan) -> dict[str, str]:
         operations = f"{human_flops(per_token)} per token, {human_flops(per_token * made.tokens_per_step)} per step"
         operations += f", {human_flops(per_token * total)} in all" if total else ""
     per_sequence = None if made.tokens_per_step is None else made.tokens_per_step // made.global_batch  # of both sides
+    trained = {}
+    if made.num_trained < made.num_parameters:
+        trained = {"  trained": f"{made.num_trained:,}  ({made.num_trained / made.num_parameters:.2%})"}
     facts = {
         "model": f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(per_sequence)} tokens per sequence",
         "parameters": f"{made.num_parameters:,}  ({kinds})" if made.parameters else _UNKNOWN,
+        **trained,
         "trainer": trainer,
         "precision": f"{made.precision} (auto: {made.auto_because})" if made.auto_because else made.precision,
         "batch": f"{batch}, {_count(made.tokens_per_step)} tokens per step",
@@ -247,9 +252,12 @@ def _print_parameters(made: RunPlan) -> None:
         Col("decay", right=True),
     )
     rows = [
-        (r.name, " x ".join(map(str, r.shape)), f"{r.numel:,}", r.kind, r.group, r.optimizer, f"{r.weight_decay:g}")
+        (
+            r.name, " x ".join(map(str, r.shape)), f"{r.numel:,}", r.kind, r.group, r.optimizer,
+            "-" if r.weight_decay is None else f"{r.weight_decay:g}",
+        )
         for r in made.parameters
-    ]
+    ]  # fmt: skip
     print_table(columns, rows)
 
 

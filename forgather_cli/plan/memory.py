@@ -5,8 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from forgather_cli.config.schema import Config, DDPSettings, FSDP2Settings, PipelineSettings, QATSettings
-from forgather_cli.plan.parameters import FP32, HALF, PlannedParameter, optimizer_bytes, weight_bytes
+from forgather_cli.config.schema import (
+    Config,
+    DDPSettings,
+    DoRASettings,
+    FSDP2Settings,
+    NoAdapter,
+    PipelineSettings,
+    QATSettings,
+    QLoRASettings,
+)
+from forgather_cli.plan.parameters import (
+    FP32,
+    HALF,
+    PlannedParameter,
+    frozen_bytes,
+    gradient_bytes,
+    optimizer_bytes,
+    weight_bytes,
+)
 
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}
 HALF_PRODUCTS = ("bf16", "bf16_true", "fp16", "fp8")
@@ -35,11 +52,13 @@ class RankMemory:
     """Of all these bytes, those that lie in host memory beside a GPU (cpu_offload, save_copy)."""
     save_copy: int = 0
     """Weights and moments that the rank writes, copied to host memory by an asynchronous save and kept there."""
+    frozen: int = 0
+    """Of the weights, those that are not trained."""
 
     @property
     def fragments(self) -> int:
-        """What lies free between blocks that are in use. Estimate."""
-        return int(_FRAGMENTS * self.tensors)
+        """What lies free between blocks that are in use. Estimate; frozen weights are read once, and leave no gaps."""
+        return int(_FRAGMENTS * (self.tensors - max(0, self.frozen - self.in_host_memory)))
 
     @property
     def total(self) -> int:
@@ -60,7 +79,9 @@ def uses_gpu(config: Config) -> bool:
 
 
 def with_save_copies(config: Config, ranks: Sequence[RankMemory]) -> list[RankMemory]:
-    """``async_save`` copies what a rank writes and keeps the memory; ranks that hold the same share the writing."""
+    """``async_save`` copies what a rank writes and keeps the memory; ranks that hold the same share the writing. An
+    adapter is written without its base.
+    """
     if not config.async_save or config.save_strategy == "no":
         return list(ranks)
     trainer = config.trainer
@@ -69,7 +90,8 @@ def with_save_copies(config: Config, ranks: Sequence[RankMemory]) -> list[RankMe
         holders = min(trainer.replicate, len(ranks))
     found, on_gpu = [], uses_gpu(config)
     for rank in ranks:
-        copy = (rank.weights + (rank.optimizer or 0)) // holders
+        base = 0 if isinstance(config.adapter, NoAdapter) else rank.frozen
+        copy = (rank.weights - base + (rank.optimizer or 0)) // holders
         in_host = rank.in_host_memory + copy if on_gpu else rank.in_host_memory
         found.append(replace(rank, save_copy=copy, in_host_memory=in_host))
     return found
@@ -83,15 +105,30 @@ def replicated(
     DDP's buckets are a second copy of the gradients, unless the gradients are views of them
     (``gradient_as_bucket_view``; torch.nn.parallel.DistributedDataParallel's documentation).
     """
-    weights = weight_bytes(rows)
-    gradients = max(row.width * row.numel for row in rows) if config.fuse_optim_with_backward else weights
+    every = gradient_bytes(rows)
+    gradients = max(row.gradient_bytes for row in rows) if config.fuse_optim_with_backward else every
     copied = isinstance(config.trainer, DDPSettings) and not config.trainer.gradient_as_bucket_view
-    buffers = half_copies(config, rows) + (weights if copied and world > 1 else 0)
-    return [RankMemory(rank, weights, gradients, optimizer_bytes(rows), activations, buffers) for rank in range(world)]
+    buffers = half_copies(config, rows) + unpacked_bytes(config, rows) + (every if copied and world > 1 else 0)
+    made = RankMemory(
+        0, weight_bytes(rows), gradients, optimizer_bytes(rows), activations, buffers, frozen=frozen_bytes(rows)
+    )
+    return [replace(made, rank=rank) for rank in range(world)]
+
+
+def unpacked_bytes(config: Config, rows: Sequence[PlannedParameter]) -> int:
+    """What an adapter makes of the matrix that it works on: the weight of one in four bits; for DoRA's norms some rows
+    in fp32, where the weight is not that."""
+    width = HALF if config.precision.type in HALF_PRODUCTS else FP32
+    largest = max((row.numel for row in rows if row.kind in ("attention", "mlp")), default=0)
+    if isinstance(config.adapter, DoRASettings) and width == HALF:
+        from forgather_cli.adapters.layers import AT_ONCE
+
+        return FP32 * min(largest, AT_ONCE)
+    return width * largest if isinstance(config.adapter, QLoRASettings) else 0
 
 
 def half_copies(config: Config, rows: Sequence[PlannedParameter]) -> int:
-    """What autocast keeps of each matrix it multiplies with, from a micro-batch's forward to its backward.
+    """What autocast keeps of each fp32 matrix it multiplies with, from a micro-batch's forward to its backward.
 
     An embedding is looked up only, unless the head shares it.
     """
@@ -100,7 +137,8 @@ def half_copies(config: Config, rows: Sequence[PlannedParameter]) -> int:
     if config.precision.type not in ("bf16", "fp16"):
         return 0
     tied = not any(row.kind == "head" for row in rows)
-    return HALF * sum(row.numel for row in rows if len(row.shape) == 2 and (row.kind != "embedding" or tied))
+    matrices = [row for row in rows if len(row.shape) == 2 and row.weight_bytes == FP32 * row.numel]
+    return HALF * sum(row.numel for row in matrices if row.kind != "embedding" or tied)
 
 
 def rounded_copies(config: Config, rows: Sequence[PlannedParameter]) -> int:
@@ -125,7 +163,7 @@ def sharded(
 ) -> list[RankMemory]:
     """FSDP2: each rank holds a slice of the rows of every parameter; with ``replicate`` several ranks the same."""
     shards = max(1, world // trainer.replicate)
-    buffers = _gathered_bytes(config, trainer, rows) + rounded_copies(config, rows)
+    buffers = _gathered_bytes(config, trainer, rows) + rounded_copies(config, rows) + unpacked_bytes(config, rows)
     made = [shard_of(config, rows, rank, shards, activations, buffers) for rank in range(world)]
     if not trainer.cpu_offload:
         return made
@@ -144,19 +182,19 @@ def shard_of(
 
     Weights and gradients are padded to equal rows on all ranks (torch 2.13, ``_fsdp_param.py``), moments are not.
     """
-    padded: dict[str, int] = {}
+    padded: dict[str, int] = {}  # bytes by parameter
     optimizer: int | None = 0
     for row in rows:
         count = row.shape[0] if row.shape else 1  # a scalar is on every rank
         largest = -(-count // shards)
         own = min(largest, max(0, count - rank % shards * largest)) if row.shape else 1  # the last ones less or none
-        padded[row.name] = row.width * largest * (row.numel // count)
+        padded[row.name] = row.weight_bytes // count * largest
         if optimizer is not None:
             optimizer = None if row.state_bytes is None else optimizer + row.state_bytes * own // count
     weights = sum(padded.values())
-    fused = max(sum(padded[row.name] for row in unit) for unit in units(rows))
-    gradients = fused if config.fuse_optim_with_backward else weights
-    return RankMemory(rank, weights, gradients, optimizer, activations, buffers)
+    each = [sum(padded[row.name] for row in unit if row.trained) for unit in units(rows)]
+    gradients = max(each) if config.fuse_optim_with_backward else sum(each)
+    return RankMemory(rank, weights, gradients, optimizer, activations, buffers, frozen=weights - sum(each))
 
 
 def _gathered_bytes(config: Config, trainer: FSDP2Settings, rows: Sequence[PlannedParameter]) -> int:
@@ -167,10 +205,11 @@ def _gathered_bytes(config: Config, trainer: FSDP2Settings, rows: Sequence[Plann
     """
     width = gathered_width(config, trainer.param_dtype)
     reduced = _WIDTH[trainer.reduce_dtype or "fp32"]
-    root, *blocks = ([row.numel for row in unit] for unit in units(rows))
-    sizes = sorted((sum(block) for block in blocks), reverse=True)
-    gathered = sum(sizes[:2]) if trainer.reshard_after_forward else sum(sizes)
-    return width * (sum(root) + gathered) + reduced * max([sum(root), *sizes[:1]])
+    whole = units(rows)
+    root, *blocks = (sum(row.numel for row in unit) for unit in whole)
+    gathered = sum(sorted(blocks)[-2:]) if trainer.reshard_after_forward else sum(blocks)
+    trained = max(sum(row.numel for row in unit if row.trained) for unit in whole)
+    return width * (root + gathered) + reduced * trained
 
 
 def gathered_width(config: Config, param_dtype: str | None = None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forgather_cli.config.schema import Config
+from forgather_cli.config.schema import Config, NoAdapter, QLoRASettings
 from forgather_cli.optim.groups import ParameterRow, describe, kind_of
 
 if TYPE_CHECKING:
@@ -23,10 +23,15 @@ class PlannedParameter(ParameterRow):
     """One parameter: how it is trained, and what it belongs to."""
 
     numel: int
-    width: int
-    """Bytes of each number of the weight and its gradient."""
+    weight_bytes: int
+    trained: bool
+    """A frozen one has neither a gradient nor an optimizer."""
     kind: str
-    """See ``kind_of``."""
+    """See ``kind_of``; of small matrices beside frozen ones ``adapter``."""
+
+    @property
+    def gradient_bytes(self) -> int:
+        return self.weight_bytes if self.trained else 0
 
     @property
     def stack(self) -> str:
@@ -41,21 +46,52 @@ class PlannedParameter(ParameterRow):
 
 
 def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
-    """Every parameter, tied ones once, with its optimizer group."""
-    widths = {name: parameter.element_size() for name, parameter in model.named_parameters()}
+    """Every parameter, tied ones once, with its optimizer group where it is trained."""
+    named = dict(model.named_parameters())
     described = describe(
-        config.optimizer, model.named_parameters(), lr=config.learning_rate, weight_decay=config.weight_decay
+        config.optimizer,
+        [(name, parameter) for name, parameter in named.items() if parameter.requires_grad],
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
     )
+    trained = {row.name: row for row in described}
+    packed, adapted = _packed(model, config), not isinstance(config.adapter, NoAdapter)
     rows = []
-    for row in described:
-        numel, width = math.prod(row.shape), widths[row.name]
-        rows.append(PlannedParameter(**vars(row), numel=numel, width=width, kind=kind_of(row.name)))
+    for name, parameter in named.items():
+        shape, size = packed.get(name, (tuple(parameter.shape), parameter.nbytes))
+        row = trained.get(name) or ParameterRow(name, shape, "frozen", "-", 0.0, None, 0)
+        kind = "adapter" if adapted and "lora_" in name else kind_of(name)
+        made = PlannedParameter(
+            **vars(row), numel=math.prod(shape), weight_bytes=size, trained=name in trained, kind=kind
+        )
+        rows.append(made)
     return rows
 
 
+def _packed(model: nn.Module, config: Config) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Shape and bytes of the weights that are in four bits once they are read."""
+    if not isinstance(config.adapter, QLoRASettings):
+        return {}
+    from forgather_cli.adapters.nf4 import packed_bytes, packed_layers
+
+    found: dict[str, tuple[tuple[int, ...], int]] = {}
+    for name, layer in packed_layers(model):
+        shape = tuple(layer.stored_shape)
+        found[f"{name}.weight"] = shape, packed_bytes(math.prod(shape), double_quant=layer.double_quant)
+    return found
+
+
 def weight_bytes(rows: Sequence[PlannedParameter]) -> int:
-    """Of the weights, and of their gradients."""
-    return sum(row.width * row.numel for row in rows)
+    return sum(row.weight_bytes for row in rows)
+
+
+def gradient_bytes(rows: Sequence[PlannedParameter]) -> int:
+    return sum(row.gradient_bytes for row in rows)
+
+
+def frozen_bytes(rows: Sequence[PlannedParameter]) -> int:
+    """Of the weights that are not trained."""
+    return sum(row.weight_bytes for row in rows if not row.trained)
 
 
 def optimizer_bytes(rows: Sequence[PlannedParameter]) -> int | None:

@@ -9,8 +9,22 @@ from typing import TYPE_CHECKING
 from forgather_cli.config.pipeline_layout import Stage, stage_layout
 from forgather_cli.config.schema import Config, PipelineSettings
 from forgather_cli.plan.activations import Activations
-from forgather_cli.plan.memory import RankMemory, gathered_width, half_copies, rounded_copies, shard_of
-from forgather_cli.plan.parameters import FP32, PlannedParameter, optimizer_bytes, weight_bytes
+from forgather_cli.plan.memory import (
+    RankMemory,
+    gathered_width,
+    half_copies,
+    rounded_copies,
+    shard_of,
+    unpacked_bytes,
+)
+from forgather_cli.plan.parameters import (
+    FP32,
+    PlannedParameter,
+    frozen_bytes,
+    gradient_bytes,
+    optimizer_bytes,
+    weight_bytes,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,11 +95,12 @@ def by_rank(
             layers = [(s.layers, s.has_head) for s, _ in own]
             kept = sum(activations.of(held, tokens, loss=loss, in_flight=each) for held, loss in layers)
         if shard > 1:
-            whole = sum(row.numel for row in held) * (gathered_width(config) + FP32)
+            whole = sum(row.numel * (gathered_width(config) + FP32 * row.trained) for row in held)
             memory.append(shard_of(config, held, rank, shard, kept, whole + rounded_copies(config, held)))
         else:
-            weights = weight_bytes(held)
-            memory.append(RankMemory(rank, weights, weights, optimizer_bytes(held), kept, half_copies(config, held)))
+            buffers = half_copies(config, held) + unpacked_bytes(config, held)
+            sizes = weight_bytes(held), gradient_bytes(held), optimizer_bytes(held)
+            memory.append(RankMemory(rank, *sizes, kept, buffers, frozen=frozen_bytes(held)))
     return memory
 
 

@@ -14,6 +14,7 @@ from forgather_cli.config.schema import (
     EncoderDecoderSettings,
     FSDP2Settings,
     InstructSettings,
+    NoAdapter,
     PipelineSettings,
     Seq2SeqSettings,
     Target,
@@ -26,7 +27,13 @@ from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
 from forgather_cli.plan.activations import activations_of, paired_activations
 from forgather_cli.plan.memory import RankMemory
-from forgather_cli.plan.parameters import PlannedParameter, optimizer_bytes, parameter_rows, weight_bytes
+from forgather_cli.plan.parameters import (
+    PlannedParameter,
+    frozen_bytes,
+    optimizer_bytes,
+    parameter_rows,
+    weight_bytes,
+)
 from forgather_cli.plan.pipeline import PlannedStage
 from forgather_cli.terminal.bars import doing
 
@@ -72,6 +79,10 @@ class RunPlan:
     @property
     def num_parameters(self) -> int:
         return sum(row.numel for row in self.parameters)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(row.numel for row in self.parameters if row.trained)
 
     @property
     def fullest(self) -> RankMemory | None:
@@ -138,6 +149,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) ->
     model, rows, stages, memory_of = _on_meta(config, vocab_size, num_new, seq_len, made.world_size)
     piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
     optimizer, total = optimizer_bytes(rows), sum(row.numel for row in rows)
+    base = 0 if isinstance(config.adapter, NoAdapter) else frozen_bytes(rows)  # which a checkpoint has by its hash
     planned = []
     for stage, held in stages:
         shard, count = piped.shard if piped else 1, sum(row.numel for row in held)
@@ -149,7 +161,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) ->
         parameters=rows,
         flops_per_token=_flops_per_token(Flops.of([model]), seq_len, _decoder_len(config)) if seq_len else None,
         ranks=memory_of(made.micro_batch),
-        checkpoint_bytes=None if optimizer is None else weight_bytes(rows) + optimizer,
+        checkpoint_bytes=None if optimizer is None else weight_bytes(rows) - base + optimizer,
         stages=planned,
         schedule=str(piped.schedule) if piped else None,
         bubble=bubble(piped, made.world_size // piped.shard) if piped else None,
@@ -185,6 +197,7 @@ def _on_meta(
     from forgather_cli.models.build import build_model
     from forgather_cli.models.transform import cast_parameters
     from forgather_cli.precision import parameter_dtype
+    from forgather_cli.trainer.build import choose_trained
 
     def build() -> nn.Module:
         with torch.device("meta"):
@@ -193,12 +206,13 @@ def _on_meta(
             model = build_model(config.model, vocab_size=vocab_size, seq_len=length or 1, num_new=num_new)
         if (dtype := parameter_dtype(config.precision)) is not None:
             cast_parameters(model, dtype)
+        choose_trained(model, config)
         return model
 
     model, trainer = build(), config.trainer
     rows = parameter_rows(model, config)
     shape, decoder_len = getattr(model, "settings", None), _decoder_len(config)
-    costs = activations_of(config, shape) if seq_len else None
+    costs = activations_of(config, shape, model) if seq_len else None
     stages = pipeline.stages_of(trainer, build, rows, world) if isinstance(trainer, PipelineSettings) else []
     layers = len({(row.stack, row.layer) for row in rows if row.layer is not None})
 

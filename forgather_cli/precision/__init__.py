@@ -29,6 +29,11 @@ def half_dtype(option: PrecisionOption | None) -> torch.dtype | None:
     return torch.bfloat16 if isinstance(option, BF16Settings | FP8Settings) else None
 
 
+def compute_dtype(option: PrecisionOption | None) -> torch.dtype:
+    """What matrices are multiplied in."""
+    return half_dtype(option) or parameter_dtype(option) or torch.float32
+
+
 def parameter_dtype(option: PrecisionOption | None) -> torch.dtype | None:
     """What parameters, and with them gradients and moments, are made in; None: what their model says."""
     return torch.bfloat16 if isinstance(option, BF16TrueSettings) else None

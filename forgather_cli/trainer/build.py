@@ -17,7 +17,7 @@ from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import gather, pick_device, world
 from forgather_cli.errors import ConfigError
 from forgather_cli.loss import ComputedLoss, Loss, build_loss
-from forgather_cli.models.parts import named_tensors, train_only
+from forgather_cli.models.parts import named_tensors, num_elements, train_only
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
@@ -73,7 +73,7 @@ def model_spec(
 
     check_supported(config, strategy)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
-    dtype, adapter, trainable = parameter_dtype(config.precision), config.adapter, config.trainable
+    dtype = parameter_dtype(config.precision)
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
@@ -86,12 +86,7 @@ def model_spec(
 
             done = converted(model, quantized, strategy.device)
             lines += done.lines()
-        if trainable is not None and isinstance(adapter, NoAdapter):
-            train_only(model, trainable)
-        elif not isinstance(adapter, NoAdapter):
-            from forgather_cli.adapters.model import adapt as add_adapters
-
-            lines += add_adapters(model, adapter, config)
+        lines += choose_trained(model, config)
         for line in () if logged else lines:
             _log.info("%s", line)
         logged = True
@@ -108,9 +103,9 @@ def model_spec(
         compile_blocks(part, config)
         return part
 
-    changes = dtype is not None or quantized is not None or trainable is not None
-    if not isinstance(adapter, NoAdapter):
-        from forgather_cli.adapters.model import starting
+    changes = dtype is not None or quantized is not None or config.trainable is not None
+    if not isinstance(config.adapter, NoAdapter):
+        from forgather_cli.adapters.load import starting
 
         assert init is not None  # an adapter is of a model in a directory
         changes, init = True, starting(init, config, seed)
@@ -123,9 +118,24 @@ def model_spec(
     )
 
 
+def choose_trained(model: nn.Module, config: Config) -> list[str]:
+    """Freeze what the settings do not train, and give ``model`` (on meta too) its adapters. The lines for the log.
+    Raises ModelError, SetupError.
+    """
+    if not isinstance(config.adapter, NoAdapter):
+        from forgather_cli.adapters.model import adapt
+
+        return adapt(model, config.adapter, config)
+    if config.trainable is not None:
+        train_only(model, config.trainable)
+    return []
+
+
 def num_parameters(parts: list[nn.Module], group: Any) -> tuple[int, int]:
     """Collective. (all, trainable) parameters of the model that the ranks of ``group`` (CPU) hold, tied ones once."""
-    own = {n: (t.numel(), t.requires_grad) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter)}
+    own = {
+        n: (num_elements(t), t.requires_grad) for n, t in named_tensors(parts).items() if isinstance(t, nn.Parameter)
+    }
     sizes: dict[str, tuple[int, bool]] = {}
     for held in gather(own, group):
         sizes |= held

@@ -429,7 +429,7 @@ def write_side_files(model: torch.nn.Module, processing_class: Any, directory: P
     if run.base is not None:
         from forgather_cli.adapters.directory import write_config
 
-        write_config(directory, model, run.config)
+        write_config(directory, model, run.config, run.trained)
     write_stop_tokens(directory, processing_class)
 
 

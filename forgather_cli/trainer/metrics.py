@@ -20,6 +20,7 @@ from forgather_cli import distributed
 from forgather_cli.data.loaders.collate import Counts
 from forgather_cli.distributed import World, gather
 from forgather_cli.documents.fields import AMOUNT, COUNT, NUMBER, FieldKind, check_fields, optional, several
+from forgather_cli.models.parts import num_elements
 
 _SUM = FieldKind(lambda value: isinstance(value, Tensor) and value.numel() == 1, "one number")
 _KINDS = {
@@ -303,7 +304,8 @@ _ENCODERS = re.compile(r"\.encoder\.|\.cross_attn\.[kv]_")
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating-point operations of forward and backward per token: 6 (N - input embedding) + 12 L H T.
+    """Floating-point operations of forward and backward per token: 6 (N - input embedding) + 12 L H T; of frozen
+    weights, which have no gradient, 4 N.
 
     Source: PaLM (Chowdhery et al. 2022, arXiv:2204.02311), appendix B, with H = heads x head size. The look-up in the
     input embedding costs nothing; a tied one is counted, since it is the head's matrix too. A model whose settings
@@ -312,7 +314,7 @@ class Flops:
     """
 
     weights: float
-    """6 (N - input embedding); of an encoder-decoder of what the encoder's tokens are multiplied with."""
+    """6 (N - input embedding), 4 of what is frozen; of an encoder-decoder of what the encoder's tokens meet."""
     attention: float
     """12 L H of one stack, to be multiplied by T."""
     decoder_weights: float = 0.0
@@ -322,14 +324,14 @@ class Flops:
     def of(cls, parts: Iterable[nn.Module], group: Any = None) -> Flops:
         """Collective. Of the parts of one model on all ranks of ``group`` (CPU) together."""
         parts = list(parts)
-        found = gather((_multiplied(parts), max((_attention(part) for part in parts), default=0.0)), group)
+        found = gather((_operations(parts), max((_attention(part) for part in parts), default=0.0)), group)
         used: dict[str, float] = {}
         for sizes, _ in found:
             used |= sizes
         decoder = 0.0
         if any(getattr(part, "is_encoder_decoder", False) for part in parts):
-            decoder = 6.0 * sum(size for name, size in used.items() if not _ENCODERS.search(name))
-        return cls(6.0 * sum(used.values()) - decoder, max(attention for _, attention in found), decoder)
+            decoder = sum(count for name, count in used.items() if not _ENCODERS.search(name))
+        return cls(sum(used.values()) - decoder, max(attention for _, attention in found), decoder)
 
     def total(self, positions: int, square_lengths: int, decoder_positions: int = 0) -> float:
         """Of ``positions``, ``decoder_positions`` among them: padding is computed too. See ``Counts``."""
@@ -345,8 +347,8 @@ def _attention(model: nn.Module) -> float:
     return 12.0 * layers * heads * head_dim
 
 
-def _multiplied(parts: list[nn.Module]) -> dict[str, float]:
-    """Name -> numbers a token is multiplied with, of every parameter but embeddings that no linear layer shares.
+def _operations(parts: list[nn.Module]) -> dict[str, float]:
+    """Name -> operations of a token with it, of every parameter but embeddings that no linear layer shares.
 
     Tied ones once per rank and name. A model may say of which it takes only a share (``active_share(name)``: experts).
     """
@@ -354,7 +356,11 @@ def _multiplied(parts: list[nn.Module]) -> dict[str, float]:
     linear = {id(m.weight) for m in modules if isinstance(m, nn.Linear)}
     looked_up = {id(m.weight) for m in modules if isinstance(m, nn.Embedding)} - linear
     named = {id(p): (n, p, part) for part in reversed(parts) for n, p in reversed(list(part.named_parameters()))}
-    return {n: p.numel() * _share(part, n) for key, (n, p, part) in named.items() if key not in looked_up}
+    return {
+        n: (6.0 if p.requires_grad else 4.0) * num_elements(p) * _share(part, n)
+        for key, (n, p, part) in named.items()
+        if key not in looked_up
+    }
 
 
 def _share(part: nn.Module, name: str) -> float:

@@ -55,6 +55,8 @@ class TrainingRun:
     base: dict[str, str] | None = None
     """Of an adapter: the model that it is for (``path``, ``name``, ``sha256``). Checkpoints hold what is trained alone.
     """
+    trained: frozenset[str] = frozenset()
+    """Of an adapter: full names of all parameters that the ranks train."""
     scaler: LossScaler | None = None
     """Under fp16: gradients are ``scaler.scale`` times too large."""
     seed_rank: int = 0

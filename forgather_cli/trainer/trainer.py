@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -102,11 +103,13 @@ class Loop:
         check_shares(strategy, here, group)
         self.model: nn.Module = strategy.parts[0]
         self.num_parameters = num_parameters(strategy.parts, group)
+        base = frozen_base(config, group)
+        held = [] if base is None else gather([name for name, _ in trainable_parameters(strategy.parts)], group)
 
         self.run = TrainingRun(
             config=config, script=script, run_dir=run_dir, config_tree=config_tree, data_description=data_description,
             data_files=data_files, world=here, cpu_group=group, strategy=strategy, seed=seed, scaler=scaler,
-            seed_rank=here.rank, job=job, emit=self.emit, base=frozen_base(config, group),
+            seed_rank=here.rank, job=job, emit=self.emit, base=base, trained=frozenset(chain(*held)),
             write_model_files=lambda directory: write_side_files(
                 self.model, self.processing_class, directory, self.run
             ),

@@ -15,15 +15,17 @@ BLOCK = 10  # steps of one turn
 
 
 class Turns:
-    """The runners of one process, of which one is awake: it hands over after ``BLOCK`` steps of its optimizer.
+    """The runners of one process, of which one is awake: it hands over after ``block`` steps of its optimizer.
 
     Every rank hands over after the same steps, so collectives of different runners never meet.
     """
 
-    def __init__(self, names: tuple[str, ...], average: Callable[[list[float]], float] = statistics.median) -> None:
+    def __init__(
+        self, names: tuple[str, ...], average: Callable[[list[float]], float] = statistics.median, *, block: int = BLOCK
+    ) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self._average = average
+        self._average, self._block = average, block
         self._turn = threading.Condition()
         self._order = list(names)
         self._awake = names[0]
@@ -49,7 +51,7 @@ class Turns:
             self._seconds.append((now[0] - self._last[0], now[1] - self._last[1]))
         self._last = now
         self._steps[name] += 1
-        if self._steps[name] % BLOCK == 0:
+        if self._steps[name] % self._block == 0:
             wall, cpu = zip(*self._seconds, strict=True)
             self.blocks[name].append((self._average(list(wall)), self._average(list(cpu))))
             self._hand_over(name)

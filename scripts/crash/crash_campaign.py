@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from crash_check import Before, after_end, after_kill, compare, last_step, lost_steps, saved_steps
-from crash_draw import ADAPTERS, COMMON, LAYOUTS, MODEL, RECIPES, Plan, draw, reference_words
+from crash_draw import ADAPTERS, COMMON, LAYOUTS, MAX_STEPS, MODEL, RECIPES, Plan, draw, reference_words
 from crash_job import LEFT_OVER, Job, Member, Struck, reached, send, strike
 
 _LIMIT = 300.0  # seconds that a start takes at most which nothing disturbs
@@ -70,7 +70,8 @@ def uninterrupted(words: Sequence[str], environment: dict[str, str], output: Pat
 
 
 class Campaign:
-    """Trials under ``work``, which share the runs that they are compared with: ``reference`` makes each of those."""
+    """Trials under ``work``, which share the runs that they are compared with: ``reference`` makes each of those, and
+    ``job`` starts those that are killed."""
 
     def __init__(
         self,
@@ -79,9 +80,10 @@ class Campaign:
         layouts: Sequence[str] = (),
         reference: Callable[[Sequence[str], dict[str, str], Path], int] = uninterrupted,
         *,
+        job: type[Job] = Job,
         adapters: bool = False,
     ) -> None:
-        self._work, self._layouts, self._make_reference = work, layouts, reference
+        self._work, self._layouts, self._make_reference, self._start = work, layouts, reference, job
         self._recipes = ADAPTERS if adapters else RECIPES
         self._corpus = work / "corpus"
         write_corpus(self._corpus)
@@ -90,8 +92,8 @@ class Campaign:
         self._environment = {name: str(work / name.lower()) for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
         self._model: Sequence[str] = MODEL
         if adapters:
-            base = self._uninterrupted("base", [*COMMON, *MODEL, *self._overrides, "max_steps=1", "trainer=single"])
-            self._model = ("model=pretrained", f"model.path={base}/checkpoints/step-00000001/model")
+            base = self._uninterrupted("base", [*COMMON, *MODEL, *self._overrides, "learning_rate=1e-2"])
+            self._model = ("model=pretrained", f"model.path={base}/checkpoints/step-{MAX_STEPS:08}/model")
 
     def trial(self, seed: int) -> Trial:
         """Start, kill and resume as the seed says, go on to the end, and compare."""
@@ -161,7 +163,7 @@ class Campaign:
             words = ["resume", str(run), *moved]
         else:
             words = ["train", *changes, f"output_dir={run}", "resume_from_checkpoint=true"]
-        return Job(run, words, self._environment, run.parent / "output.txt")
+        return self._start(run, words, self._environment, run.parent / "output.txt")
 
     def reference(self, plan: Plan) -> Path:
         """The uninterrupted run of a plan's layout and settings, which is made when it is first asked for."""

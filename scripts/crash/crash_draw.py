@@ -161,10 +161,10 @@ RECIPES = (
 )
 
 ADAPTERS = (
-    Recipe("lora", ("adapter=lora", "optimizer=adamw", "learning_rate=1e-2", "data.packing=concat")),
+    Recipe("lora", ("adapter=lora", "optimizer=adamw", "optimizer.eps=1e-6", "data.packing=concat")),
     Recipe(
         "dora and norms, 2 micro-steps",
-        ("adapter=dora", "trainable=[norm]", "optimizer=adamw", "learning_rate=1e-2", "data.packing=pad"),
+        ("adapter=dora", "trainable=[norm]", "optimizer=adamw", "optimizer.eps=1e-6", "data.packing=pad"),
         accumulation=2,
         logging_steps=3,
     ),

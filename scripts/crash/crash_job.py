@@ -57,11 +57,14 @@ class Job:
             stream.write(f"\n$ forgather {' '.join(words)}\n".encode())
             stream.flush()
             self._begin = stream.tell()
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "forgather_cli", *words],
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment, MARK: str(run), "OMP_NUM_THREADS": "1"},
+        marked = {**os.environ, **environment, MARK: str(run), "OMP_NUM_THREADS": "1"}
+        self.process = self._start(["-m", "forgather_cli", *words], marked)
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """``python COMMAND``, whose output is appended to the job's file."""
+        with self._output.open("ab") as stream:
+            return subprocess.Popen(
+                [sys.executable, *command], stdout=stream, stderr=subprocess.STDOUT, env=environment
             )
 
     def __enter__(self) -> Job:

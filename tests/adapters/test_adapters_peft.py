@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.adapters.directory import WEIGHTS, write_config
-from forgather_cli.adapters.layers import is_adapter
-from forgather_cli.adapters.model import adapt, adapted_layers, starting
+from forgather_cli.adapters.layers import adapted_layers, is_adapter
+from forgather_cli.adapters.load import starting
+from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
@@ -94,6 +94,11 @@ def test_forward_and_gradients_are_those_of_peft(case: str, model: str, base: Pa
     theirs = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(base), saved(mine, config, tmp_path / "adapter"), is_trainable=True
     )
+    assert_as_peft(mine, theirs)
+
+
+def assert_as_peft(mine: nn.Module, theirs: Any) -> None:
+    """Logits, and the gradient of each trained parameter; no others have one."""
     logits, wanted = mine(IDS), theirs(IDS).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
     loss_of(logits).backward()

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LoraConfig, PeftModel, get_peft_model
 from program import forgather
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.manifest import NAME
 from forgather_cli.config.load import load_config
 from forgather_cli.data.text.tokenizer import load_tokenizer
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.models.build import build_model
 from forgather_cli.run_dir import RunDir
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]
@@ -83,6 +84,21 @@ def test_finalize_gives_the_adapter_and_the_whole_model(
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
 
 
+def test_beside_a_base_in_bf16_the_adapter_stays_in_fp32(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    half = tmp_path / "half"
+    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(half)
+    load_tokenizer("bytes").save(half)
+    assert forgather(*words(half, "adapter=lora", "max_steps=4")) == 0
+    assert forgather("finalize", "run", "adapter") == 0
+    assert json.loads(Path("adapter/finalize_report.json").read_text())["proof"]["max_logit_difference"] < 1e-5
+    capsys.readouterr()
+    assert forgather("finalize", "run", "merged", "--merge") == 0
+    assert "base and adapter apart (bound 1.01)" in " ".join(capsys.readouterr().out.split())
+    assert AutoModelForCausalLM.from_pretrained("merged", dtype="auto").dtype == torch.bfloat16
+
+
 def test_an_adapter_of_peft_is_gone_on_from_and_merged(base: Path) -> None:
     torch.manual_seed(1)
     settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
@@ -94,7 +110,13 @@ def test_an_adapter_of_peft_is_gone_on_from_and_merged(base: Path) -> None:
     assert forgather("finalize", "peft", "whole", "--merge", "--text", str(Path(__file__))) == 0
     merged = AutoModelForCausalLM.from_pretrained("whole")
     torch.testing.assert_close(merged(IDS).logits, theirs(IDS).logits, rtol=1e-4, atol=1e-4)
-    same = ("adapter=lora", "adapter.r=4", "lora_alpha=8", "target_modules=[q_proj,up_proj]", "adapter.init_from=peft")
+    same = (
+        "adapter=lora",
+        "adapter.r=4",
+        "lora_alpha=8",
+        "target_modules=[q_proj,up_proj]",
+        "adapter.from_adapter=peft",
+    )
     assert forgather(*words(base, *same, "max_steps=1", "learning_rate=0")) == 0
     before, after = load_file("peft/adapter_model.safetensors"), load_file(newest("run") / "adapter_model.safetensors")
     assert before.keys() == after.keys()
@@ -119,7 +141,26 @@ def test_another_base_is_refused_with_both_hashes(
     assert "model.path: the adapter is for the model that" in said
     assert said.count("(sha256 ") == 2
     assert forgather("finalize", "run", "whole", "--merge") == 2
+    going_on = ("adapter=lora", f"adapter.from_adapter={newest('run')}", "max_steps=2", "output_dir=more")
+    capsys.readouterr()
+    assert forgather(*words(base, *going_on)) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "set model.path to that one" in said
+    assert said.count("(sha256 ") == 2
     assert (newest("run").parent / NAME).exists()
+
+
+def test_a_mean_of_adapters_is_refused(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather(*words(base, "adapter=lora", "max_steps=3", "save_steps=1", "async_save=false")) == 0
+    first, *_, last = RunDir(Path("run")).checkpoint_steps()
+    members = [str(RunDir(Path("run")).checkpoint(step)) for step in (first, last)]
+    for given in (("finalize", "run", "mean", "--average", "2"), ("checkpoint", "average", *members, "-o", "mean")):
+        capsys.readouterr()
+        assert forgather(*given) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "the mean of products is no product of means" in said
+        assert "merge" in said
+        assert not Path("mean").exists()
 
 
 MISTAKES = {
@@ -129,7 +170,7 @@ MISTAKES = {
     ("adapter=lora", "target_modules=[lm_head]", "loss=linear_cross_entropy"): "loss: linear_cross_entropy multiplies",
     ("adapter=lora", "trainable=[nrm]"): "trainable: no parameter of Decoder has a name like 'nrm'",
     ("adapter=lora", "adapter.rank_pattern={q_prj: 2}"): "no adapted layer is 'q_prj'",
-    ("adapter=lora", "adapter.init_from=nowhere"): "adapter.init_from: nowhere has no adapter_config.json",
+    ("adapter=lora", "adapter.from_adapter=nowhere"): "adapter.from_adapter: nowhere has no adapter_config.json",
 }  # fmt: skip
 
 
@@ -139,7 +180,37 @@ def test_what_cannot_be_adapted_is_said(given: tuple[str, ...], base: Path, caps
     assert MISTAKES[given] in " ".join(capsys.readouterr().err.split())
 
 
+NOT_SERVED = {
+    (): None,
+    ("adapter=dora",): "vLLM refuses adapters with DoRA: forgather finalize RUN MODEL --merge",
+    ("trainable=[norm]",): "vLLM refuses adapters with trainable (modules_to_save)",
+    ("adapter.trainable_token_indices=[3]",): "vLLM refuses adapters with rows of tokens",
+    ("adapter.alpha_pattern={q_proj: 8}",): "vLLM reads no rank_pattern or alpha_pattern",
+}
+
+
+@pytest.mark.parametrize("given", NOT_SERVED)
+def test_what_vllm_does_not_serve_is_said_at_start(given: tuple[str, ...], base: Path) -> None:
+    config = load_config("lora_finetune", [f"model.path={base}", "data.files=[x]", "loss=cross_entropy", *given]).config
+    with torch.device("meta"):
+        model = build_model(config.model, vocab_size=260, seq_len=8)
+    said = [line for line in adapt(model, config.adapter, config) if "vLLM" in line]
+    wanted = NOT_SERVED[given]
+    assert len(said) == (wanted is not None)
+    assert wanted is None or wanted in said[0]
+
+
+def test_an_encoder_decoder_in_a_directory_is_refused(base: Path) -> None:
+    config = load_config("lora_finetune", [f"model.path={base}", "data.files=[x]"]).config
+    shape = load_config("qwen3_encdec_small", []).config.model
+    with torch.device("meta"):
+        model = build_model(shape, vocab_size=260, seq_len=8)
+    with pytest.raises(ModelError, match="does not adapt encoder-decoders yet"):
+        adapt(model, config.adapter, config)
+
+
 CONTRADICTIONS = {
+    ("adapter=lora", "model=qwen3_encdec", "data=ul2"): "adapter: lora does not adapt encoder-decoders yet",
     ("adapter=lora",): "adapter: lora adapts a model that exists, got model=decoder",
     ("adapter=lora", "model=pretrained", "model.path=x", "precision=qat"): "precision: qat changes the layers",
     ("adapter=lora", "model=pretrained", "model.path=x", "average_last=3"): "average_last: a mean of adapters",

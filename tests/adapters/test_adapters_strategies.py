@@ -9,11 +9,11 @@ import parity
 import pytest
 import tiny
 import torch
+from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from ranks import run_ranks
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from forgather_cli.config.load import load_config
 from forgather_cli.models.parts import named_tensors
@@ -60,7 +60,7 @@ def train(root: Path, base: Path, *words: str) -> tuple[list[float], dict[str, T
         ],
     ).config  # fmt: skip
     trainer = tiny.train(config, RunDir(root))
-    files = load_file(base / "model.safetensors")
+    files = AutoModelForCausalLM.from_pretrained(base).state_dict()
     changed = {
         name: tensor.detach()
         for name, tensor in named_tensors(trainer.run.strategy.parts).items()

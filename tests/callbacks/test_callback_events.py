@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import tiny
 import torch
-import transformers
 from users_callbacks import EveryEvent
 
 from forgather_cli import Trainer
@@ -25,17 +24,6 @@ def made(path: Path, *callbacks: Any, **more: Any) -> Trainer:
     steps = {"max_steps": 6, "logging_steps": 1, "eval_steps": 2, "save_steps": 2}
     data, when = tiny.RandomTokens(16), {"eval_strategy": "steps", "save_strategy": "steps"}
     return tiny.script(path, data=data, evaluated=data, callbacks=callbacks, **steps, **when, **more)
-
-
-class Saves(transformers.TrainerCallback):
-    """As scripts for that library write them."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, str]] = []
-
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self.seen.append((state.global_step, Path(kwargs["checkpoint"]).name))
-        return control
 
 
 class Loaders(EveryEvent):
@@ -77,6 +65,8 @@ class ByName(TrainerCallback):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_what_events_hand_to_methods_however_these_are_written(tmp_path: Path, async_save: bool) -> None:
+    from hf_callback import Saves
+
     saves, loaders, by_name = Saves(), Loaders(), ByName()
     trainer = made(tmp_path, saves, loaders, by_name, async_save=async_save)
     trainer.train()
@@ -96,6 +86,8 @@ def test_what_events_hand_to_methods_however_these_are_written(tmp_path: Path, a
 
 
 def test_a_method_of_the_usual_shape_is_called_as_it_is_and_one_that_asks_for_more_is_named() -> None:
+    from hf_callback import Saves
+
     class Greedy(TrainerCallback):
         def on_step_end(self, state: Any, logs: Any) -> None:
             raise AssertionError
@@ -109,6 +101,8 @@ def test_a_method_of_the_usual_shape_is_called_as_it_is_and_one_that_asks_for_mo
 
 
 def test_callbacks_are_taken_out_by_object_or_class(tmp_path: Path) -> None:
+    from hf_callback import Saves
+
     one, two, other = Saves(), Saves(), ByName()
     trainer = made(tmp_path, one, two, other)
     assert trainer.pop_callback(two) is two

@@ -200,7 +200,7 @@ HUGGING_FACE = [
     "+callbacks.stop._target_=transformers.EarlyStoppingCallback", "+callbacks.stop.early_stopping_patience=2",
     "+callbacks.stop.early_stopping_threshold=100", "+callbacks.print._target_=transformers.PrinterCallback",
     "+callbacks.flow._target_=transformers.DefaultFlowCallback",
-    "+callbacks.mine._target_=users_callbacks.ForHuggingFace", "max_steps=20", "logging_steps=2", "eval_steps=4",
+    "+callbacks.mine._target_=hf_callback.ForHuggingFace", "max_steps=20", "logging_steps=2", "eval_steps=4",
     "save_steps=4", "save_total_limit=10", "load_best_model_at_end=true", "async_save=false",
 ]  # fmt: skip
 

@@ -18,12 +18,13 @@ from program import Process
 from saving import Box
 
 from forgather_cli import __version__
+from forgather_cli.checkpoint import retention
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
 from forgather_cli.checkpoint.format import Piece, TensorSpec, plan
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import read_manifest
 from forgather_cli.checkpoint.tensors import write_model_directory
-from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.errors import CheckpointError, SetupError, TrainingError
 from forgather_cli.run_dir import RunDir
 
 # -------------------------------------------------------------------------------------------------------------- bytes
@@ -347,3 +348,22 @@ def test_writers_killed_at_random_moments_leave_whole_checkpoints(tmp_path: Path
     assert {line.split()[0] for line in job.lines} == {"killed", "reached"}
     assert job.lines.count("killed in a save") >= 1
     assert int(job.lines[-1].split()[-1]) >= 8
+
+
+@pytest.mark.parametrize("moment", ["writing", "deleting"])
+def test_a_data_worker_that_ends_during_a_save_ends_the_run(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch tells the main thread by an error, wherever that is; the next start clears what it has left."""
+    saver = saving.checkpointer(tmp_path, save_total_limit=1)
+    saving.save(saver, 1)
+    ended = saving.failing(TrainingError("a worker has ended"))
+    changes = {"write_model_files": ended} if moment == "writing" else {}
+    monkeypatch.setattr(retention, "remove", ended)
+    with pytest.raises(TrainingError, match="a worker has ended"):
+        saving.save(saver, 2, **changes)
+    monkeypatch.undo()
+    assert len(saving.debris(saver.run)) == 1
+    saving.checkpointer(tmp_path).clean()
+    assert saving.debris(saver.run) == []
+    assert saver.run.checkpoint_steps() == [1 if moment == "writing" else 2]

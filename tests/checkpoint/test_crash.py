@@ -21,6 +21,7 @@ from crash_campaign import Campaign, Report, busy_cores, campaign
 from crash_check import Before, after_end, after_kill, checkpoint, compare, records
 from crash_draw import LAYOUTS, MAX_STEPS, STOPS, Instant, Kill, Plan, draw
 from crash_job import MARK, Job, Watch, is_running
+from forks import Program
 from program import Process
 
 from forgather_cli.data.loaders.workers import Workers, worker_loader
@@ -48,11 +49,20 @@ def forked(words: Sequence[str], environment: dict[str, str], output: Path) -> i
     return code
 
 
+class Forked(Job):
+    """A job whose launcher and ranks are forks of a process that has imported torch."""
+
+    def _start(self, command: list[str], environment: dict[str, str]) -> Program:  # type: ignore[override]
+        program = Program(tuple(command), str(Path.cwd()), environment, file=str(self._output))
+        program.stdout.close()
+        return program
+
+
 @pytest.fixture(scope="module")
 def report(work: Path) -> Report:
-    """One trial in one process and one of two ranks, at the same time."""
-    seed, breadth = int(time.time()), [["single"], TWO_RANKS]
-    campaigns = [Campaign(work / layouts[0], layouts=layouts, reference=forked) for layouts in breadth]
+    """One trial in one process, of new interpreters, and one of two ranks, of forks, at the same time."""
+    seed, breadth = int(time.time()), [(["single"], Job), (TWO_RANKS, Forked)]
+    campaigns = [Campaign(work / names[0], layouts=names, reference=forked, job=job) for names, job in breadth]
     with ThreadPoolExecutor() as pool:
         reports = pool.map(lambda runs: campaign([seed], runs), campaigns)
         return Report([trial for each in reports for trial in each.trials])

@@ -383,16 +383,11 @@ def test_a_model_of_the_user_that_is_none(program: Program) -> None:
 
 
 SMALL_DISK = """
-import ctypes, os, shutil, subprocess, sys
+import namespaces, os, shutil, subprocess, sys
 from pathlib import Path
 from program import forgather
 
-user, group = os.getuid(), os.getgid()
-namespaces_of_users_and_mounts = 0x10000000 | 0x00020000
-assert ctypes.CDLL(None).unshare(namespaces_of_users_and_mounts) == 0
-Path("/proc/self/setgroups").write_text("deny")
-Path("/proc/self/uid_map").write_text(f"0 {{user}} 1")
-Path("/proc/self/gid_map").write_text(f"0 {{group}} 1")
+namespaces.enter(namespaces.MOUNT)
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size={size}", "tmpfs", "disk"], check=True)
 for number, name in enumerate(("out", "err"), 1):
     os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

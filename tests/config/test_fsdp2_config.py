@@ -225,7 +225,7 @@ def test_a_launcher_that_starts_one_process_though_it_is_asked_for_two_is_told_o
         "print(json.dumps([load_config('default', each).notes for each in words]))\n"
     )
     words = ["--config_file", "one.yaml", "notes.py"]
-    with Process(*words, module="accelerate.commands.launch", cwd=tmp_path, cold=True) as job:
+    with Process(*words, module="accelerate.commands.launch", cwd=tmp_path) as job:
         assert job.finish() == 0, job.output
     [line], of_ddp = json.loads(job.lines[-1])
     assert line.startswith("accelerate launch: num_processes is 2, but for distributed_type NO it starts one process")

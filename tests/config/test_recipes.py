@@ -22,10 +22,14 @@ RECIPES = options.shipped("recipes")
 NEEDS = {
     "finetune": ["model.path=/nowhere"],
     "chat_finetune": ["model.path=/nowhere", "data.files=[a]"],
+    "lora_finetune": ["model.path=/nowhere", "data.files=[a]"],
+    "qlora_finetune": ["model.path=/nowhere", "data.files=[a]"],
     "qat": ["model.path=/nowhere"],
     "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
 }
+BASE = ["model=pretrained", "model.path=/nowhere"]
 MANDATORY = {
+    **{f"adapter={name}": BASE for name in ("lora", "dora", "qlora")},
     "data=ul2": ["model=qwen3_encdec"],
     "data=seq2seq": ["model=qwen3_encdec", "files=[a]"],
     "model=qwen3_encdec": ["data=ul2"],

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from program import Process, nobody_runs
@@ -163,6 +162,8 @@ def test_grouped_by_length_the_position_holds_for_other_ranks_and_batches() -> N
 
 
 def test_lengths_are_those_of_the_column_where_there_is_one() -> None:
+    import datasets
+
     rows = Ragged(60)
     columns = {"input_ids": [rows[i]["input_ids"] for i in range(60)], "labels": [rows[i]["labels"] for i in range(60)]}
     table = datasets.Dataset.from_dict({**columns, "length": rows.lengths, "short": [-each for each in rows.lengths]})

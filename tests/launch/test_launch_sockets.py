@@ -17,18 +17,20 @@ from two_ranks import SMALL
 
 from forgather_cli.launch.processes import children
 
-# A host called "elsewhere" that has an address of a network, and whose name means that one. Then the command.
+# A host called "elsewhere" that has an address of a network, and whose name means that one. Then the program.
 ELSEWHERE = """
-import fcntl, os, socket, struct, subprocess, sys
+import fcntl, forks, namespaces, runpy, socket, struct, subprocess, sys
+namespaces.enter(namespaces.MOUNT | namespaces.HOST | namespaces.NET)
 def set(request, name, value):
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         fcntl.ioctl(s, request, struct.pack("16s16s", name, value))
 set(0x8914, b"lo", struct.pack("h", 0x1 | 0x8))  # SIOCSIFFLAGS: up
 set(0x8916, b"lo:1", struct.pack("HH4s", socket.AF_INET, 0, socket.inet_aton("10.77.0.1")))  # SIOCSIFADDR
 socket.sethostname("elsewhere")
-subprocess.run(["mount", "--bind", sys.argv[1], "/etc/hosts"], check=True)
+subprocess.run(["mount", "--bind", "hosts", "/etc/hosts"], check=True)
 assert socket.gethostbyname(socket.gethostname()) == "10.77.0.1"
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+forks._start_ranks_by_forks()  # there
+runpy.run_module("forgather_cli", run_name="__main__", alter_sys=True)
 """
 
 
@@ -57,20 +59,18 @@ def listening(pids: set[int]) -> set[str]:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc, makes namespaces")
 def test_a_job_on_one_node_listens_on_loopback_alone(tmp_path: Path) -> None:
-    namespaces = ["unshare", "--map-root-user", "--net", "--uts", "--mount"]
-    if subprocess.run([*namespaces, "true"], capture_output=True, check=False).returncode:
+    namespaces = "unshare --map-root-user --net --uts --mount true"
+    if subprocess.run(namespaces.split(), capture_output=True, check=False).returncode:
         pytest.skip("this system lets nobody make namespaces")
     Path("hosts").write_text("127.0.0.1 localhost\n10.77.0.1 elsewhere\n")
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    train = ["-m", "forgather_cli", "train", *SMALL, "trainer=ddp", "nproc_per_node=2", "max_restarts=1",
-             "max_steps=100000", "save_strategy=no"]  # fmt: skip
-    command = [*namespaces, sys.executable, "-c", ELSEWHERE, str(tmp_path / "hosts"), *train]
-    code = f"import os; os.execvp('unshare', {command!r})"
-    with Process(code=code, env={"TMPDIR": str(temporary)}, cold=True) as job:
+    train = ["train", *SMALL, "trainer=ddp", "nproc_per_node=2", "max_restarts=1", "max_steps=100000",
+             "save_strategy=no"]  # fmt: skip
+    with Process(*train, code=ELSEWHERE, env={"TMPDIR": str(temporary)}) as job:
         job.read_until("step 3/")
         ours = processes(job.process.pid)
-        assert len(ours) == 3
+        assert sum("forgather_cli.worker" in Path(f"/proc/{pid}/cmdline").read_text() for pid in ours) == 2
         addresses = listening(ours)
         assert all(ip_address(address).is_loopback for address in addresses), addresses
         assert addresses  # of gloo: this test sees sockets

@@ -14,16 +14,20 @@ from forgather_cli.launch.layout import Layout, plan_layout
 from forgather_cli.launch.memory import check_memory, gpu_memory, host_memory
 
 CPU = ["model=decoder", "precision=fp32", "optimizer=adamw", "device=cpu"]
-PER_LAYER = load_config(None, CPU).config.model.layer_parameters()
-
-
-def layers(share: float) -> int:
-    """As many as take ``share`` of this machine's memory for weights, gradients and moments in fp32 with AdamW."""
-    return max(1, int(host_memory() * share / (16 * PER_LAYER)))
 
 
 def config_of(*words: str) -> Config:
     return load_config(None, [*CPU, *words]).config
+
+
+def layers_in(memory: float) -> int:
+    """As many as take so many bytes for weights, gradients and moments in fp32 with AdamW."""
+    return max(1, int(memory / (16 * config_of().model.layer_parameters())))
+
+
+def layers(share: float) -> int:
+    """As many as take ``share`` of this machine's memory."""
+    return layers_in(host_memory() * share)
 
 
 def refused(config: Config, num_layers: int | None = None, layout: Layout | None = None) -> str | None:
@@ -93,7 +97,7 @@ def test_on_gpus_each_rank_has_its_own(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     assert gpu_memory() == 20000 * 2**20
     ddp, fsdp2, offloaded = (config_of(*words, "device=cuda") for words in (DDP, FSDP2, [*FSDP2, "cpu_offload=true"]))
-    whole, more = (memory * 2**20 // (16 * PER_LAYER) for memory in (20000, 21000))  # the larger one's, and more
+    whole, more = map(layers_in, (20000 * 2**20, 21000 * 2**20))  # the larger one's, and more
     assert refused(ddp, whole) is None
     assert "a GPU has 20" in refused(ddp, more)
     assert refused(fsdp2, more) is None

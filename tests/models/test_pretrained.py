@@ -18,6 +18,7 @@ from torch import nn
 from forgather_cli.config.schema import PretrainedSettings, RopeScaling, Target
 from forgather_cli.config.schema.decoder import family_of
 from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.models import files
 from forgather_cli.models.build import build_model, load_pretrained
 from forgather_cli.models.init import allocate
 from forgather_cli.models.pretrained import decoder_settings_from_hf, hf_config, read_settings, write_model_files
@@ -81,6 +82,13 @@ def test_what_transformers_saves_in_shards_gives_equal_logits(name: str, tmp_pat
     model = loaded(tmp_path)
     assert (model.head.weight is model.model.embed_tokens.weight) is name.endswith("-tied")
     torch.testing.assert_close(model(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_large_tensors_are_read_some_rows_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = saved(tmp_path)
+    monkeypatch.setattr(files, "_PORTION_BYTES", 1000)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tmp_path)(tokens()), theirs(tokens()).logits)
 
 
 def test_half_precision_files_and_modules(tmp_path: Path) -> None:

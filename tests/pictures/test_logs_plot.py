@@ -9,17 +9,19 @@ import xml.etree.ElementTree as ET
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from logged import make_run, write_records
-from matplotlib.figure import Figure
 from program import Process, forgather, refusal, shown
 
 from forgather_cli.pictures import style
 from forgather_cli.pictures.curves import Look, draw_curves
 from forgather_cli.pictures.heatmap import draw_heatmap
 from forgather_cli.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def logged(root: Path, steps: int = 40, *, start: float = 5.0, **settings: Any) -> RunDir:

@@ -128,7 +128,7 @@ def test_the_plan_counts_what_rounding_keeps(tmp_path: Path, recipe: str) -> Non
     ]
     sequences, layers = 8, 2
     planned = [
-        sequences * 16 * layers * activations_of(config, plain.settings).kept  # type: ignore[union-attr]
+        sequences * 16 * layers * activations_of(config, plain.settings).kept[0]  # type: ignore[union-attr]
         + half_copies(config, parameter_rows(plain, config))
         for config in configs
     ]

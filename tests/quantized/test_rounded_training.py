@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
+import transformers
 from parity import LAYOUTS, Result, assert_near, go_on, scratch, train
 from tiny import token_batch
-from transformers import AutoModelForCausalLM
 
 from forgather_cli.config.schema import FP8Settings, QATSettings
 from forgather_cli.finalize.quantize import quantize_directory
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_a_plain_model_that_fp32_goes_on_from(tmp_path: Path) ->
     source = run("fp8", "fsdp2 2")
     saved = source.tensors()
     assert all(tensor.dtype == torch.float32 for name, tensor in saved.items() if name.endswith("weight"))
-    theirs = AutoModelForCausalLM.from_pretrained(RunDir(source.path).checkpoint(2) / "model").state_dict()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(RunDir(source.path).checkpoint(2) / "model").state_dict()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in theirs.items())
     settings = (*SMALL, "precision=fp32", "max_steps=3")
     found = go_on(LAYOUTS["ddp 2"], settings, RunDir(source.path).checkpoint(2), tmp_path)

@@ -38,11 +38,19 @@ class LoRASettings(Settings):
     # all-linear (not the head), names that a layer's full name may end with, or a regular expression of full names
     target_modules: str | list[str] = ALL_LINEAR
     target_parameters: list[str] = field(default_factory=list)  # experts, which are parameters of three dimensions
+    # tokens whose rows are trained in the place of the base's: of the embedding, and a head that shares its weight, or
+    # of layers by name; null: tokens that the data add, in embedding and head, where the base has rows for them
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     use_rslora: bool = False
     init_lora_weights: Literal["gaussian"] | bool = True
-    init_from: FilePath | None = None  # an adapter's directory, ours or peft's, to go on from; null: afresh
+    from_adapter: FilePath | None = None  # an adapter's directory, ours or peft's, to go on from; null: afresh
     rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
     alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
+
+    @property
+    def is_for_layers_alone(self) -> bool:
+        """Whether no matrix can have such an adapter by the name of its parameter."""
+        return bool(self.lora_dropout) or self.type != "lora"
 
     def rank_of(self, name: str) -> int:
         """The rank beside the layer of this name."""
@@ -50,9 +58,12 @@ class LoRASettings(Settings):
 
     def scaling_of(self, name: str) -> float:
         """What the product beside the layer of this name is multiplied with."""
-        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, name), self.lora_alpha)
         rank = self.rank_of(name)
-        return alpha / (rank**0.5 if self.use_rslora else rank)
+        return self.alpha_of(name) / (rank**0.5 if self.use_rslora else rank)
+
+    def alpha_of(self, name: str) -> float:
+        """lora_alpha of the layer of this name."""
+        return self.alpha_pattern.get(_matching(self.alpha_pattern, name), self.lora_alpha)
 
     def problems(self, config: Any) -> Iterator[str]:
         if not self.target_modules and not self.target_parameters:
@@ -61,7 +72,16 @@ class LoRASettings(Settings):
             yield from _not_patterns("adapter.target_modules", [self.target_modules])
         yield from _not_patterns("adapter.rank_pattern", self.rank_pattern)
         yield from _not_patterns("adapter.alpha_pattern", self.alpha_pattern)
-        if getattr(config.model, "path", None) is None:
+        if self.target_parameters and self.lora_dropout:
+            yield (
+                f"adapter.lora_dropout: parameters are adapted without dropout, got {self.lora_dropout:g}; set "
+                "lora_dropout=0, or target_parameters=[]"
+            )
+        if self.target_parameters and isinstance(self, DoRASettings):
+            yield "adapter: dora adapts layers, got target_parameters; set adapter=lora, or target_parameters=[]"
+        if getattr(config.model, "type", None) == "qwen3_encdec":
+            yield f"adapter: {self.type} does not adapt encoder-decoders yet, got model=qwen3_encdec; set adapter=none"
+        elif getattr(config.model, "path", None) is None:
             yield (
                 f"adapter: {self.type} adapts a model that exists, got model={config.model.type}; set "
                 "model=pretrained model.path=DIR"

@@ -88,10 +88,16 @@ class CausalLM(nn.Module):
             raise AttributeError(f"{type(self.theirs).__name__} has no linear output layer")
         return found
 
+    @property
+    def num_experts(self) -> int | None:
+        """Of a layer, by the config; None where it names none."""
+        config = self.config.get_text_config()
+        return next((n for key in _EXPERTS if (n := getattr(config, key, None))), None)
+
     def active_share(self, name: str) -> float:
         """The share of a parameter that one token is multiplied with: below 1 for experts, of which it takes some."""
         config, shape = self.config.get_text_config(), self.get_parameter(name).shape
-        experts = next((n for key in _EXPERTS if (n := getattr(config, key, None))), None)
+        experts = self.num_experts
         taken = next((n for key in _EXPERTS_PER_TOKEN if (n := getattr(config, key, None))), None)
         if ".experts." not in name or not experts or not taken or shape[0] != experts:
             return 1.0

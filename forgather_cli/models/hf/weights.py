@@ -49,7 +49,7 @@ def load_causal_lm(
         read_rows(targets, own, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
         return
     log.info("%s: its tensors are not the model's one by one, so every rank has transformers read them all", directory)
-    found = _by_transformers(option)
+    found = whole_by_transformers(option)
     for name, target in targets.items():
         whole = found[name][: known.get(name)] if name in known else found[name]
         if target.ndim and (more := target.shape[0] - whole.shape[0]):  # rows for new tokens
@@ -96,7 +96,7 @@ def stored_names(model: CausalLM, files: Mapping[str, Path]) -> dict[str, str] |
     return names if names.keys() == set(first.values()) else None
 
 
-def _by_transformers(option: TransformersSettings) -> dict[str, Tensor]:
+def whole_by_transformers(option: TransformersSettings) -> dict[str, Tensor]:
     """The whole model's tensors on the CPU, in the dtype of the files."""
     config = config_of(option, vocab_size=0)
     try:
