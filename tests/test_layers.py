@@ -30,8 +30,11 @@ ALLOWED = {
     },
     "finalize": {
         "adapters.directory", "adapters.merge", "checkpoint", "cli.output", "cli.words", "config.decode",
-        "config.load", "data", "distributed",
+        "config.load", "data", "distributed", "gguf",
         "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
+    },
+    "gguf": {
+        "checkpoint", "data", "finalize.plain_transformers", "finalize.sample", "inference.source", "loss", "models",
     },
     "housekeeping": {
         "callbacks.console", "checkpoint.files", "cli.output", "cli.style", "cli.words", "control.registry",

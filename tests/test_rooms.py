@@ -40,13 +40,15 @@ ROOMS = {
     **{
         name: Room((f"forgather_cli/{name}",), (f"tests/{name}",), dict.fromkeys(commands, ""))
         for name, commands in {
-            "finalize": ["finalize run final"],
             "plan": ["plan model=nano", "train model=nano --dry-run"],
             "pictures": ["logs plot run", "data stats data=synthetic --plot lengths.png"],
             "sweeps": ["train learning_rate=1e-3,3e-3 -m"],
             "housekeeping": ["doctor", "runs list", "cache list"],
         }.items()
     },
+    "finalize": Room(
+        ("forgather_cli/finalize", "forgather_cli/gguf"), ("tests/finalize", "tests/gguf"), {"finalize run final": ""}
+    ),
     "transformers": Room(
         ("forgather_cli/models/hf", "conf/model/transformers.yaml"),
         ("tests/models/hf",),

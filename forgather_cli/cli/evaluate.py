@@ -40,7 +40,7 @@ def evaluate(
     trust_config: TrustConfig = False,
     as_json: AsJson = False,
 ) -> None:
-    r"""Loss, perplexity, bits per byte and accuracy of a run, a checkpoint or a model directory.
+    r"""Loss, perplexity, bits per byte and accuracy of a run, a checkpoint, a model directory or a GGUF file.
 
     On the evaluation split it was trained with, or on the whole of other files: [cyan]data=text
     data.files=\[mine.txt][/] (a share of them: [cyan]data.eval_fraction=0.05[/]); in this process, or on several ranks:
@@ -50,6 +50,9 @@ def evaluate(
     Accuracy: the share of targets that are the likeliest token.
     """
     words = check_overrides(overrides)
+    if source.suffix == ".gguf" and source.is_file():
+        _of_gguf(source, words, output, as_json=as_json)
+        return
     source = local_source(source)
     place = joined(words)
     loaded, own_tokenizer = config_to_evaluate(source, words, trust_config=trust_config)
@@ -80,11 +83,34 @@ def evaluate(
         print_json(document)
     else:
         shown = {**document, "split": _split(loaded.config.data, document["data"])}
-        facts = {label: _shown(key, value) for key, label in _SHOWN.items() if (value := shown.get(key)) is not None}
+        facts = _facts(shown)
         in_all = document["data"].get("eval_samples")
         if in_all and document["eval_samples"] < in_all:
             facts["samples"] += f" of {in_all:,} (max_eval_samples, max_eval_steps)"
         print_facts(facts)
+
+
+def _of_gguf(file: Path, words: list[str], output: Path | None, *, as_json: bool) -> None:
+    """A file for llama.cpp, with the tokenizer that lies beside it."""
+    if not (file.parent / "tokenizer.json").is_file():
+        raise ModelError(f"{file}: no tokenizer.json lies beside it; give it in the directory that finalize wrote")
+    loaded, _ = config_to_evaluate(file.parent, words)
+    if output is not None:
+        writable(output, "--output")
+    with interruptible(), only_json(as_json), doing("importing torch"):
+        from forgather_cli.gguf.evaluate import evaluate_gguf
+
+        document = {"source": str(file), **evaluate_gguf(file, loaded.config)}
+    if output is not None:
+        write_json(output, document)
+    if as_json:
+        print_json(document)
+    else:
+        print_facts(_facts({**document, "split": _split(loaded.config.data, document["data"])}))
+
+
+def _facts(report: dict[str, Any]) -> dict[str, str]:
+    return {label: _shown(key, value) for key, label in _SHOWN.items() if (value := report.get(key)) is not None}
 
 
 _READ = {

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.gguf.options import GGUF_TYPES, GgufType
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 LOGIT_BOUND = 1e-4
@@ -30,6 +31,8 @@ class FinalizeOptions:
     add_tokens: Path | None = None
     chat_template: Path | None = None
     quantize: QuantizeRecipe | None = None
+    gguf: str | None = None
+    """Types with commas between them."""
     max_divergence: float | None = None
     text: Path | None = None
     trust_config: bool = False
@@ -43,6 +46,15 @@ class FinalizeOptions:
             problems.append(f"--dtype: must be {', '.join(dtypes[:-1])} or {dtypes[-1]}, got {self.dtype!r}")
         if self.quantize is not None and self.quantize not in recipes:
             problems.append(f"--quantize: must be one of {', '.join(recipes)}, got {self.quantize!r}")
+        try:
+            types = self.gguf_types
+        except ValueError as error:
+            problems.append(
+                f"--gguf: must be {', '.join(GGUF_TYPES)}, or several with commas between them, got {error}"
+            )
+        else:
+            if types and self.quantize is not None:
+                problems.append("--gguf: is written from plain weights, and --quantize rounds them; leave one out")
         if self.best and self.average is not None:
             problems.append("--best: excludes --average; leave one out")
         if self.average is not None and self.average < 2:
@@ -58,6 +70,15 @@ class FinalizeOptions:
             )
         if problems:
             raise ConfigError(problems)
+
+    @property
+    def gguf_types(self) -> tuple[GgufType, ...]:
+        """Of the GGUF files to write, in order. Raises ValueError with what is none."""
+        given = [] if self.gguf is None else self.gguf.split(",")
+        for name in given:
+            if name not in GGUF_TYPES:
+                raise ValueError(repr(name))
+        return tuple(dict.fromkeys(cast("list[GgufType]", given)))
 
     @property
     def bound(self) -> float:

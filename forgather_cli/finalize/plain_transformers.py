@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _SIDES = ("input_ids", "decoder_input_ids")
+Rounding = torch.dtype | Callable[[Tensor], Tensor] | None
 _CHUNK = 64  # tokens whose probabilities are in memory at a time
 
 
@@ -49,11 +50,11 @@ def measure(
 
 
 @contextlib.contextmanager
-def in_fp32(model: nn.Module, rounding: torch.dtype | None = None) -> Iterator[None]:
+def in_fp32(model: nn.Module, rounding: Rounding = None) -> Iterator[None]:
     """Inside, modules have fp32 copies of their weights: a block (a member of a ModuleList or ModuleDict) and an
     untied embedding while it runs, the others all the time, since some classes ask the head for its dtype (Mamba2).
 
-    ``rounding``: the copies are of the weights rounded to that dtype first.
+    ``rounding``: the copies are of the weights rounded to that dtype first, or of what a function makes of them.
     """
     users: Counter[Tensor | None] = Counter(p for module in model.modules() for p in module._parameters.values())
     blocks = list(_blocks(model, users))
@@ -83,7 +84,7 @@ def _blocks(module: nn.Module, users: Counter[Tensor | None]) -> Iterator[nn.Mod
             yield from _blocks(child, users)
 
 
-def _swapping(modules: Iterable[nn.Module], rounding: torch.dtype | None) -> tuple[Callable[..., None], ...]:
+def _swapping(modules: Iterable[nn.Module], rounding: Rounding) -> tuple[Callable[..., None], ...]:
     """Functions, which may be hooks, that give modules fp32 copies of their weights, and the weights back."""
     slots = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
     own = [(module, name, p) for module, name, p in slots if p.is_floating_point()]
@@ -92,7 +93,9 @@ def _swapping(modules: Iterable[nn.Module], rounding: torch.dtype | None) -> tup
         copies: dict[nn.Parameter, nn.Parameter] = {}  # of tied ones one
         for module, name, stored in own:
             if stored not in copies:
-                rounded = stored.detach() if rounding is None else stored.detach().to(rounding)
+                rounded = stored.detach()
+                if rounding is not None:
+                    rounded = rounded.to(rounding) if isinstance(rounding, torch.dtype) else rounding(rounded)
                 copies[stored] = nn.Parameter(rounded.float(), requires_grad=False)
             module._parameters[name] = copies[stored]
 

@@ -105,8 +105,12 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
     room = job.conversion(stored).num_bytes * (1 + bool(options.quantize))
     if job.chosen.is_made:  # first of all
         room += sum(spec.num_bytes for spec in Weights(stored).specs().values())
+    if options.gguf_types:
+        from forgather_cli.gguf.files import size_of
+
+        room += size_of(job.model_config, Weights(stored), options.gguf_types)
     with new_directory(destination, room) as directory:
-        report = _made(job, directory, say)
+        report = _made(job, directory, destination.resolve().name, say)
         report["destination"] = str(destination.resolve())
         write_json(directory / REPORT, report)
         (directory / "README.md").write_text(model_card(report, destination.resolve().name), encoding="utf-8")
@@ -117,6 +121,10 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
 def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say) -> FinalizePlan:
     """Find, verify and check everything that can be known before anything is written."""
     check_absent(destination)
+    if options.gguf_types:
+        from forgather_cli.gguf.reader import check_installed
+
+        check_installed("--gguf")
     new_tokens = [] if options.add_tokens is None else read_new_tokens(options.add_tokens)
     template = None if options.chat_template is None else read_chat_template(options.chat_template)
     if options.quantize is not None:
@@ -126,6 +134,10 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
     chosen = choose(source, options, say)
     directory = chosen.described_by
     model_config = read_config(directory)
+    if options.gguf_types:
+        from forgather_cli.gguf.architecture import architecture_of
+
+        architecture_of(model_config)  # refuses what has no counterpart
     has_tokenizer = (chosen.located.directory / "tokenizer.json").is_file()  # an adapter of peft's may have none
     where = chosen.located.directory if has_tokenizer else directory
     tokenizer = load_tokenizer(str(where), add_bos=chosen.located.add_bos)
@@ -169,8 +181,8 @@ def describe(job: FinalizePlan) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------------ making
 
 
-def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
-    """Fill ``directory``; returns the report."""
+def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, Any]:
+    """Fill ``directory``, which will have this name; returns the report."""
     options = job.options
     if job.chosen.members:
         say(f"averaging {len(job.chosen.members)} checkpoints")
@@ -219,12 +231,19 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
     proof["vocabulary_grew"] = bool(job.vocab.added)
     if apart is not None:
         proof["merge"] = compare_merge(reference.exact, apart, beside_stored)
+    files: list[dict[str, Any]] = []
+    if options.gguf_types:
+        from forgather_cli.gguf.files import write_and_prove
+
+        files = write_and_prove(
+            directory, name, options.gguf_types, sample, stop, job.chosen.lineage(), job.chosen.located.add_bos, say
+        )
     decoded = load_tokenizer(str(directory))
     sizes = {path: path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()}
     versions = {"forgather": forgather_cli.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    for name in ("transformers", "peft", "torchao", "bitsandbytes"):
-        if importlib.util.find_spec(name) is not None:
-            versions[name] = importlib.metadata.version(name)
+    for package in ("transformers", "peft", "torchao", "bitsandbytes", *(("gguf", "xllamacpp") if files else ())):
+        if importlib.util.find_spec(package) is not None:
+            versions[package] = importlib.metadata.version(package)
     with Bar("hashing the files", "bytes", total=sum(sizes.values())) as bar:
         hashes = {path: hash_range(path, 0, size, bar.add) for path, size in sizes.items()}
     return {
@@ -236,6 +255,7 @@ def _made(job: FinalizePlan, directory: Path, say: Say) -> dict[str, Any]:
         "quantization": options.quantize,
         **({} if job.chosen.adapter is None else {"adapter": _adapter(job)}),
         "proof": proof,
+        **({"gguf": files} if files else {}),
         "files": {
             path.relative_to(directory).as_posix(): {"bytes": size, "sha256": hashes[path]}
             for path, size in sizes.items()

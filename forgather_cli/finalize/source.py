@@ -145,7 +145,7 @@ def _of_adapter(chosen: Chosen, options: FinalizeOptions) -> Chosen:
 
     of_whole = {
         "--dtype": options.dtype, "--quantize": options.quantize, "--add-tokens": options.add_tokens,
-        "--chat-template": options.chat_template,
+        "--chat-template": options.chat_template, "--gguf": options.gguf,
     }  # fmt: skip
     given = next((name for name, value in of_whole.items() if value is not None), None)
     if given is not None and not options.merge:

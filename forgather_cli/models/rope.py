@@ -40,7 +40,7 @@ def _yarn(theta: float, dim: int, scaling: RopeScaling, original: int) -> Tensor
     return 1.0 / (scaling.factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
 
 
-def _attention_factor(scaling: RopeScaling) -> float:
+def attention_factor(scaling: RopeScaling) -> float:
     """What cos and sin are multiplied by; only yarn has one other than 1."""
     if scaling.rope_type != "yarn":
         return 1.0
@@ -89,7 +89,7 @@ class RotaryEmbedding(nn.Module):
         scaling = settings.rope_scaling or RopeScaling()
         self.dynamic = scaling.rope_type == "dynamic"
         self._factor = scaling.factor
-        self._amplitude = _attention_factor(scaling)
+        self._amplitude = attention_factor(scaling)
         # .to() carries it along to the device that is current: meta while a model is built without memory
         freqs = rope_frequencies(settings)
         self.register_buffer("inv_freq", freqs.to(torch.empty(0).device), persistent=False)

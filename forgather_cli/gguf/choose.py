@@ -1,0 +1,66 @@
+"""What of a tokenizer only llama.cpp can tell: with which of its names and flags it encodes as the tokenizer does."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from forgather_cli.checkpoint.tensors import Weights, write_model_directory
+from forgather_cli.config.schema import DecoderSettings
+from forgather_cli.gguf.architecture import Architecture, Metadata
+from forgather_cli.gguf.reader import llama_cpp
+from forgather_cli.gguf.vocabulary import PHRASES, UNMERGED, likeliest_first, telling_tokenizer
+from forgather_cli.gguf.write import Contents, write_gguf
+from forgather_cli.models.decoder import Decoder
+
+
+def find_pre_tokenizer(directory: Path) -> str | None:
+    """llama.cpp's name for the splitting of a byte-level BPE in a directory; None where it has none."""
+    telling = telling_tokenizer(directory)
+    numbers = telling.get_vocab()
+    vocab = sorted(numbers, key=numbers.__getitem__)
+    model = json.loads(telling.to_str())["model"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    common: Metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": vocab,
+        "tokenizer.ggml.token_type": [1] * len(vocab),
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    names = list(likeliest_first(model["ignore_merges"]))
+    texts = [*PHRASES, UNMERGED]
+    wanted = [telling.encode(text).ids for text in texts]
+    for start in range(0, len(names), 4):  # a file each: the likeliest first
+        some = names[start : start + 4]
+        found = first_that_encodes(common, [{"tokenizer.ggml.pre": name} for name in some], texts, wanted)
+        if found is not None:
+            return some[found]
+    return None
+
+
+def first_that_encodes(
+    common: Metadata, candidates: Sequence[Metadata], texts: list[str], wanted: list[list[int]]
+) -> int | None:
+    """The number of the first candidate with which llama.cpp gives texts the wanted ids. The model is a made-up one."""
+    tokens = common["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)
+    settings = DecoderSettings(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        head_dim=32, vocab_size=len(tokens), max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shapes = {name: parameter.shape for name, parameter in Decoder(settings).named_parameters()}
+        write_model_directory(folder, {name: torch.zeros(shape) for name, shape in shapes.items()})
+        model = Architecture("llama", settings, None)
+        files = []
+        for number, candidate in enumerate(candidates):
+            files.append(folder / f"{number}.gguf")
+            write_gguf(files[-1], Contents(model, Weights(folder), {**common, **candidate}), "f16")
+        found: int | None = llama_cpp("find", models=list(map(str, files)), texts=texts, wanted=wanted)["found"]
+    return found

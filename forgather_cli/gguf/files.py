@@ -1,0 +1,117 @@
+"""The GGUF files beside a finalized model: written, proved, and a Modelfile for Ollama."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import forgather_cli
+from forgather_cli.checkpoint.tensors import Weights
+from forgather_cli.data.chat.template import ChatTemplate
+from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.documents.regular_files import read_json_object
+from forgather_cli.errors import DataError, ModelError
+from forgather_cli.finalize.sample import Sample
+from forgather_cli.gguf.architecture import Metadata, architecture_of
+from forgather_cli.gguf.choose import find_pre_tokenizer, first_that_encodes
+from forgather_cli.gguf.modelfile import write_modelfile
+from forgather_cli.gguf.options import GgufType
+from forgather_cli.gguf.prove import hard_text, prove, sequences_of
+from forgather_cli.gguf.vocabulary import GgufVocabulary, read_vocabulary
+from forgather_cli.gguf.write import Contents, write_gguf
+
+
+def size_of(config: dict[str, Any], weights: Weights, types: Sequence[GgufType]) -> int:
+    """Bytes of files of these types, nearly. Raises ModelError for a model that gguf does not know."""
+    contents = Contents(architecture_of(config), weights, {})
+    return sum(contents.num_bytes(kind) for kind in types)
+
+
+def write_and_prove(
+    directory: Path, name: str, types: Sequence[GgufType], sample: Sample, stop: list[int], lineage: dict[str, Any],
+    add_bos: bool | None, say: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Write the files of a finalized ``directory``, whose name will be ``name``, into it; returns their proofs.
+
+    ``add_bos``: as ``load_tokenizer`` takes it. Raises SetupError, ProofError.
+    """
+    tokenizer = load_tokenizer(str(directory), add_bos=add_bos)
+    contents = contents_of(directory, tokenizer, stop, general(name, lineage))
+    longest = contents.architecture.settings.max_position_embeddings
+    sequences = sequences_of(sample, longest)
+    proofs = []
+    for kind in types:
+        file = directory / f"{name}-{kind.upper()}.gguf"
+        say(f"writing {file.name}")
+        write_gguf(file, contents, kind)
+        say(f"loading {file.name} into llama.cpp and comparing")
+        proofs.append(prove(file, directory, tokenizer, sequences, kind, stop))
+        if proofs[-1]["stops_too_at"]:
+            ids = ", ".join(f"{tokenizer.decode([n])} ({n})" for n in proofs[-1]["stops_too_at"])
+            say(f"llama.cpp stops at {ids} too, by the text of the token, which generation_config.json does not name")
+    first = f"{name}-{types[0].upper()}.gguf"
+    if not write_modelfile(directory, first, tokenizer, stop, longest):
+        say("Modelfile: no TEMPLATE, since this chat template is none of those known in Ollama's language")
+    return proofs
+
+
+def contents_of(directory: Path, tokenizer: Tokenizer, stop: list[int], origin: Metadata) -> Contents:
+    """What a file of a model directory holds; what of its tokenizer cannot be read is tried.
+
+    ``tokenizer``: the directory's, with the run's rule for what stands before a text. ``stop``: what ends a text.
+    Raises ModelError and DataError for what has no counterpart.
+    """
+    architecture = architecture_of(read_json_object(directory / "config.json", ModelError))
+    vocabulary = read_vocabulary(directory, tokenizer, architecture.settings.vocab_size or 0, stop)
+    chosen = _choose(directory, vocabulary, tokenizer)
+    template = ChatTemplate.of(directory)
+    chat: Metadata = {} if template is None else {"tokenizer.chat_template": _plain(template.source)}
+    return Contents(architecture, Weights(directory), {**origin, **vocabulary.metadata, **chosen, **chat})
+
+
+def _plain(template: str) -> str:
+    """A template without ``generation`` blocks, which transformers alone has."""
+    for tag, instead in (("generation", "if true"), ("endgeneration", "endif")):
+        template = re.sub(rf"({{%[-+]?\s*){tag}(\s*[-+]?%}})", rf"\g<1>{instead}\g<2>", template)
+    return template
+
+
+def _choose(directory: Path, vocabulary: GgufVocabulary, tokenizer: Tokenizer) -> Metadata:
+    if len(vocabulary.candidates) == 1:
+        return vocabulary.candidates[0]
+    if vocabulary.model == "gpt2":
+        name = find_pre_tokenizer(directory)
+        if name is None:
+            raise DataError(
+                "--gguf: llama.cpp has no pre-tokenizer that splits a text as tokenizer.json does; leave --gguf "
+                "out, or train with tokenizer=bpe"
+            )
+        return {"tokenizer.ggml.pre": name}
+    texts = hard_text(tokenizer, [])
+    wanted = [tokenizer.encode(text) for text in texts]
+    found = first_that_encodes(vocabulary.metadata, vocabulary.candidates, texts, wanted)
+    if found is None:
+        raise DataError(
+            "--gguf: llama.cpp does not encode a text as tokenizer.json does, however spaces are treated; leave --gguf "
+            "out, or train with tokenizer=bpe"
+        )
+    return vocabulary.candidates[found]
+
+
+def general(name: str, lineage: dict[str, Any]) -> Metadata:
+    """What a file says of its origin."""
+    source = lineage.get("made_from") or lineage
+    made = f"Forgather {forgather_cli.__version__}, gguf {importlib.metadata.version('gguf')}"
+    values: Metadata = {
+        "general.type": "model",
+        "general.name": name,
+        "general.quantized_by": made,
+        "general.description": f"made from {lineage['kind']} {lineage['path']}",
+    }
+    for key in ("run", "step", "saved", "manifest_sha256"):
+        if source.get(key) is not None:
+            values[f"forgather.{key}"] = str(source[key])
+    return values

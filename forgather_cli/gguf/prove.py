@@ -1,0 +1,226 @@
+"""The proof of a GGUF file: llama.cpp computes from it what the source computes with the weights that lie in it.
+
+The weights' rounding is on both sides, so that what is compared is the structure: permutation, rotary settings, names,
+tokenizer. What remains is the reader's own rounding: llama.cpp multiplies fp16, bf16 and Q8_0 by inputs in that type.
+Its size is measured in the source, whose products get inputs rounded so; the bound is no smaller than twice that.
+
+Legend: T positions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from forgather_cli.checkpoint.tensors import spec_of
+from forgather_cli.data.chat.template import ChatTemplate
+from forgather_cli.data.text.tokenizer import Tokenizer
+from forgather_cli.errors import DataError, ProofError
+from forgather_cli.finalize.plain_transformers import in_fp32
+from forgather_cli.finalize.sample import BUILT_IN, Sample
+from forgather_cli.gguf.options import GgufType
+from forgather_cli.gguf.reader import llama_cpp, version
+from forgather_cli.gguf.vocabulary import PHRASES
+from forgather_cli.gguf.write import rounded, stored_type
+from forgather_cli.inference.source import Located, load_located
+from forgather_cli.loss import model_logits
+
+NUM_PREFIXES = 256
+_LIKELY = 1e-4  # tokens that are compared have at least this probability
+BOUNDS: dict[GgufType, float] = {"f32": 1e-3, "f16": 5e-2, "bf16": 5e-2, "q8_0": 5e-2}
+"""How far a log-probability may be from the source's; more where the reader's own rounding is larger."""
+RATIO_BOUND = 1.02
+"""How many times the source's perplexity that of Q8_0 may be."""
+_MESSAGES = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "Why?\n"},
+]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the source says of the prefixes (T, V), log-probabilities, fp32 on the CPU."""
+
+    exact: Tensor
+    """With its own weights."""
+    stored: Tensor
+    """With those of the file."""
+    inexact: Tensor
+    """With those, and the inputs of products rounded as the reader does."""
+    targets: Tensor
+    """The tokens that follow, -1 for none (T,)."""
+
+
+def sequences_of(sample: Sample, longest: int | None) -> list[list[int]]:
+    """The sequences whose prefixes are compared; llama.cpp takes fewer tokens than the ``longest`` the model knows."""
+    found, left = [], NUM_PREFIXES
+    for ids, _ in sample.sequences:
+        found.append(ids[0, : min(left, (longest or NUM_PREFIXES + 1) - 1)].tolist())
+        left -= len(found[-1])
+        if left <= 0:
+            break
+    return found
+
+
+def expect(directory: Path, sequences: list[list[int]], kind: GgufType) -> Expected:
+    """Measure the model in a directory, which is not in memory afterwards."""
+    source = load_located(Located(directory, None, None), dtype=None)
+
+    def stored(tensor: Tensor) -> Tensor:
+        return rounded(tensor, _type_of(tensor, kind)).to(tensor.device)
+
+    def log_probs() -> Tensor:
+        found = []
+        for ids in sequences:
+            batch = {"input_ids": torch.tensor([ids], device=source.device)}
+            with torch.no_grad():
+                found.append(model_logits(source.model, batch)[0].float().log_softmax(-1).cpu())
+        return torch.cat(found)
+
+    with in_fp32(source.model):
+        exact = log_probs()
+    with in_fp32(source.model, stored):
+        with_stored = log_probs()
+        with _inputs_rounded(source.model, kind):
+            inexact = log_probs() if kind != "f32" else with_stored
+    targets = torch.tensor([token for ids in sequences for token in (*ids[1:], -1)])
+    return Expected(exact, with_stored, inexact, targets)
+
+
+def _type_of(tensor: Tensor, kind: GgufType) -> GgufType:
+    return stored_type(spec_of("", tensor.dtype, tuple(tensor.shape)), kind)
+
+
+@contextlib.contextmanager
+def _inputs_rounded(model: nn.Module, kind: GgufType) -> Iterator[None]:
+    """Inside, what a matrix is multiplied with is rounded to the matrix's type first, as llama.cpp does on a CPU."""
+
+    def round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (rounded(args[0], _type_of(args[0], kind)).to(args[0].device), *args[1:])
+
+    products = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    handles = [module.register_forward_pre_hook(round_input) for module in products]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hard_text(tokenizer: Tokenizer, special: list[int]) -> list[str]:
+    """What llama.cpp is to encode as the tokenizer does: code, emoji, spaces, newlines, special tokens."""
+    tokens = [tokenizer.decode([number]) for number in special[:8]]
+    spelled = [f"before{token} after\n{token}" for token in tokens]
+    return [BUILT_IN, "".join(PHRASES), *PHRASES, *spelled]
+
+
+def prove(
+    file: Path, directory: Path, tokenizer: Tokenizer, sequences: list[list[int]], kind: GgufType, stop: list[int]
+) -> dict[str, Any]:  # fmt: skip
+    """Compare a file with the model directory that it was made of; the proof for the report.
+
+    ``tokenizer``: the directory's, with the run's rule for what stands before a text. Raises ProofError.
+    """
+    expected = expect(directory, sequences, kind)
+    likely = expected.stored > math.log(_LIKELY)
+    special = list(dict.fromkeys([*stop, *getattr(tokenizer, "all_special_ids", [])]))
+    texts = hard_text(tokenizer, special)
+    template = ChatTemplate.of(directory)
+    made = llama_cpp(
+        "measure",
+        model=str(file),
+        threads=torch.get_num_threads(),
+        sequences=sequences,
+        probabilities=min(likely.shape[1], 2 * int(likely.sum(-1).max()) + 100),
+        plain=plain_token(tokenizer),
+        texts=texts,
+        special=special[:64],
+        messages=None if template is None else _MESSAGES,
+    )
+    found = torch.full_like(expected.stored, -math.inf)
+    for row, (ids, values) in zip(found, made["likeliest"], strict=True):
+        row[ids] = torch.tensor(values)
+    apart, rounded_alike, own = (
+        float((one - other)[likely].abs().max())
+        for one, other in (
+            (found, expected.stored),
+            (found, expected.inexact),
+            (expected.inexact, expected.stored),
+        )
+    )
+    bound = max(BOUNDS[kind], own)
+    targets = expected.targets[expected.targets >= 0]
+    losses = [F.nll_loss(each[expected.targets >= 0], targets) for each in (expected.exact, expected.stored)]
+    divergence = F.kl_div(expected.stored, expected.exact, reduction="batchmean", log_target=True)
+    ratio = math.exp(min(float(losses[1] - losses[0]), 700.0))
+    proof: dict[str, Any] = {
+        "file": file.name,
+        "type": kind,
+        "read_by": version(),
+        "prefixes": len(found),
+        "log_probs_compared": int(likely.sum()),
+        "max_log_prob_difference": apart,
+        "reader_rounding": own,
+        "max_difference_beside_rounding": rounded_alike,
+        "bound": bound,
+        "perplexity_ratio": ratio,
+        "mean_kl": float(divergence),
+        "texts": len(texts),
+    }
+    if not rounded_alike <= bound:
+        raise _not_the_model(file, f"a log-probability differs by {rounded_alike:.3g}, the bound is {bound:.3g}")
+    if kind == "q8_0" and not ratio <= RATIO_BOUND:
+        raise _not_the_model(
+            file, f"its perplexity is {ratio:.4g} times the source's, the bound is {RATIO_BOUND}; choose --gguf f16"
+        )
+    for text, ids in zip(texts, made["texts"], strict=True):
+        wanted = [*tokenizer.prefix_tokens, *tokenizer.encode(text), *tokenizer.suffix_tokens]
+        if ids != wanted:
+            raise _not_the_model(file, f"llama.cpp encodes {text[:40]!r} as {_shown(ids, wanted)}")
+    proof["stop_tokens"] = stop
+    proof["stops_too_at"] = sorted(set(made["ends"]) - set(stop))
+    if missing := sorted(set(stop) - set(made["ends"])):
+        raise _not_the_model(file, f"llama.cpp does not stop at {tokenizer.decode(missing[:1])!r} ({missing[0]})")
+    if template is not None:
+        proof["chat"] = _compare_chat(file, template, tokenizer, made["chat"])
+    return proof
+
+
+def _compare_chat(file: Path, template: ChatTemplate, tokenizer: Tokenizer, made: dict[str, Any]) -> str:
+    try:
+        prompt = template.render(_MESSAGES, add_generation_prompt=True)
+    except DataError as error:
+        return f"not compared: {error}"
+    if "error" in made:
+        raise _not_the_model(file, f"llama.cpp does not render the chat template ({made['error']})")
+    wanted = [*tokenizer.encode_prompt(prompt), *tokenizer.suffix_tokens]
+    if made["ids"] != wanted:
+        raise _not_the_model(file, f"llama.cpp renders a chat as {made['prompt']!r}, the template as {prompt!r}")
+    return "equal"
+
+
+def plain_token(tokenizer: Tokenizer) -> int:
+    """A token that is no end, and whole characters."""
+    special = {*getattr(tokenizer, "all_special_ids", []), tokenizer.eos_token_id}
+    numbers = (n for n in range(tokenizer.vocab_size) if n not in special)
+    return next(n for n in numbers if tokenizer.decode([n]).strip().isascii() and tokenizer.decode([n]).strip())
+
+
+def _shown(ids: list[int], wanted: list[int]) -> str:
+    place = next((n for n, (one, other) in enumerate(zip(ids, wanted, strict=False)) if one != other), None)
+    if place is None:
+        return f"{len(ids)} tokens, the tokenizer as {len(wanted)}"
+    return f"{ids[place : place + 4]} at token {place}, the tokenizer as {wanted[place : place + 4]}"
+
+
+def _not_the_model(file: Path, what: str) -> ProofError:
+    return ProofError(f"{file.name} is not the source's model: {what}; nothing was written")

@@ -1,0 +1,106 @@
+"""``finalize --gguf``: the files beside the model, their report, and what leaves nothing behind."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import finalized
+import pytest
+import torch
+from finalized import model_directory, refused
+from gguf_files import STOP, byte_level, made
+from program import document, forgather
+
+from forgather_cli.data.chat.template import CHATML
+from forgather_cli.errors import ProofError
+from forgather_cli.finalize.options import FinalizeOptions
+from forgather_cli.finalize.run import finalize
+from forgather_cli.gguf import files, reader
+from forgather_cli.gguf.write import Contents, write_gguf
+
+pytestmark = pytest.mark.usefixtures("own_directory")
+
+NEW = ["<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gguf") / "run"
+    finalized.train(path)
+    return path
+
+
+def test_a_chat_model_of_bytes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With new tokens, a template with generation blocks, two ends; and what eval makes of the file."""
+    import gguf
+
+    Path("tokens").write_text("\n".join(NEW))
+    Path("chat.jinja").write_text(CHATML)
+    words = ["--add-tokens", "tokens", "--chat-template", "chat.jinja", "--gguf", "q8_0"]
+    report = document(capsys, "finalize", str(run), "out/notes", *words)
+    (proof,) = report["gguf"]
+    assert (proof["file"], proof["chat"]) == ("notes-Q8_0.gguf", "equal")
+    assert proof["prefixes"] == 8 * 15  # all but the last of each sequence of the split
+    assert proof["stop_tokens"] == [256, 258]
+    assert "notes-Q8_0.gguf" in report["files"]
+    fields = gguf.GGUFReader("out/notes/notes-Q8_0.gguf").fields
+    assert fields["general.name"].contents() == "notes"
+    assert fields["forgather.step"].contents() == "6"
+    lines = Path("out/notes/Modelfile").read_text().split("\n")
+    assert lines[0] == "FROM ./notes-Q8_0.gguf"
+    assert 'PARAMETER stop "<|im_end|>"' in lines
+    assert any(line.startswith('TEMPLATE """{{ range .Messages }}<|im_start|>{{ .Role }}') for line in lines)
+    Path("text.txt").write_text("The river had risen in the night, und der Müller.\n" * 2)
+    data = ["data=text", "data.files=[text.txt]", "data.seq_len=16"]
+    ours = document(capsys, "eval", "out/notes", *data)
+    theirs = document(capsys, "eval", "out/notes/notes-Q8_0.gguf", *data)
+    assert theirs["eval_targets"] == ours["eval_targets"]
+    for name in ("eval_loss", "eval_bits_per_byte"):
+        assert theirs[name] == pytest.approx(ours[name], rel=1e-2)
+    assert forgather("eval", "out/notes/notes-Q8_0.gguf", *data[:2], "data.seq_len=32") == 2
+    assert "data.seq_len: the model in out/notes/notes-Q8_0.gguf takes 16 tokens, got 32" in capsys.readouterr().err
+
+
+def test_transformers_reads_the_same(tmp_path: Path) -> None:
+    """Its own GGUF loader, where it knows the architecture."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    byte_level(tmp_path / "model")
+    model = made(tmp_path / "model", STOP, num_key_value_heads=1)
+    write_gguf(tmp_path / "file.gguf", model.contents, "f32")
+    config = AutoConfig.from_pretrained(tmp_path / "model")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="file.gguf", config=config)
+    ids = torch.arange(3, 60)[None]
+    with torch.no_grad():
+        wanted = finalized.theirs(tmp_path / "model")(ids).logits
+        torch.testing.assert_close(theirs(ids).logits, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_file_that_is_another_model_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = model_directory(Path("source"), initializer_range=0.2)
+
+    def write(path: Path, contents: Contents, kind: Any) -> None:
+        write_gguf(path, contents, kind)
+        content = bytearray(path.read_bytes())
+        content[-4096:] = content[-8192:-4096]
+        path.write_bytes(content)
+
+    monkeypatch.setattr(files, "write_gguf", write)
+    with pytest.raises(ProofError, match=r"model-F16.gguf is not the source's model: a log-probability differs by"):
+        finalize(source, Path("model"), FinalizeOptions(gguf="f16"))
+    assert [path.name for path in Path().iterdir()] == ["source"]
+
+
+def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    message = refused(capsys, str(run), "new", "--gguf", "q8_0,q4_k")
+    assert "--gguf: must be q8_0, f16, bf16, f32, or several with commas between them, got 'q4_k'" in message
+    message = refused(capsys, str(run), "new", "--gguf", "f16", "--quantize", "int8-weight-only")
+    assert "--gguf: is written from plain weights, and --quantize rounds them" in message
+    monkeypatch.setattr(reader.importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else math)
+    message = refused(capsys, str(run), "new", "--gguf", "f16")
+    assert "--gguf: needs xllamacpp, which is not installed; pip install 'forgather[gguf]'" in message
+    Path("alone.gguf").write_bytes(b"GGUF")
+    assert forgather("eval", "alone.gguf") == 2
+    assert "no tokenizer.json lies beside it" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""llama.cpp computes from a file what the source computes, whatever its shape; and a wrong file is found out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf_files
+import pytest
+from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, made, sentencepiece
+
+from forgather_cli.config.schema import RopeScaling
+from forgather_cli.data.text.tokenizer import load_tokenizer
+from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofError
+from forgather_cli.gguf.architecture import architecture_of
+from forgather_cli.gguf.options import GGUF_TYPES, GgufType
+from forgather_cli.gguf.vocabulary import read_vocabulary
+from forgather_cli.gguf.write import Contents
+
+YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.5)
+IN_LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True, "rope_scaling": RopeScaling(rope_type="linear", factor=2.0)},
+    "mistral": {"num_key_value_heads": 1, "tie_word_embeddings": True, "rope_scaling": YARN},
+    "qwen2": {"attention_bias": True, "attention_output_bias": False, "rope_scaling": YARN},
+    "qwen2-llama3": {"attention_bias": True, "attention_output_bias": False, "rope_scaling": IN_LLAMA3},
+    "qwen3": {"qk_norm": True, "head_dim": 32, "num_key_value_heads": 1, "rope_scaling": YARN},
+}
+
+
+@pytest.fixture(scope="module")
+def llama3(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    directory = tmp_path_factory.mktemp("gguf") / "llama3"
+    byte_level(directory, LLAMA3, ignore_merges=True, bos=True)
+    return made(directory, STOP, head_dim=32, num_key_value_heads=1, rope_theta=500000.0, rope_scaling=IN_LLAMA3)
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_path: Path) -> None:
+    file = tmp_path / "file.gguf"
+    proof = llama3.prove(file, kind)
+    assert proof["max_difference_beside_rounding"] <= (1e-3 if kind == "f32" else 5e-2)
+    assert llama3.contents.metadata["tokenizer.ggml.pre"] == "llama-bpe"
+    for change in (gguf_files.rope_base, gguf_files.unpaired, gguf_files.shifted):
+        with pytest.raises(ProofError, match="a log-probability differs by") as found:
+            llama3.prove(file, kind, change)
+        apart = float(str(found.value).split("differs by ")[1].split(",")[0])
+        assert apart > 10 * proof["bound"], change.__name__
+    exact: dict[Change, str] = {
+        gguf_files.other_splitting: "llama.cpp encodes",
+        gguf_files.end_left_out: r"does not stop at '<\|turn\|>'",
+    }
+    for change, told in exact.items():
+        with pytest.raises(ProofError, match=told):
+            llama3.prove(file, kind, change)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_other_shapes(shape: str, tmp_path: Path) -> None:
+    byte_level(tmp_path / "model", QWEN2)
+    model = made(tmp_path / "model", STOP, **SHAPES[shape])
+    assert model.contents.metadata["tokenizer.ggml.pre"] == "qwen2"
+    assert model.prove(tmp_path / "file.gguf", "f32")["max_log_prob_difference"] <= 1e-3
+    with pytest.raises(ProofError, match="a log-probability differs by"):
+        model.prove(tmp_path / "file.gguf", "q8_0", gguf_files.rope_base)
+
+
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|turn|>' + m['role'] + '\\n' + m['content'] | trim + '<|finish|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
+)
+
+
+def test_a_chat_that_spells_the_begin_token_has_it_once(tmp_path: Path) -> None:
+    byte_level(tmp_path / "model", bos=True)
+    (tmp_path / "model/chat_template.jinja").write_text(CHAT)
+    model = made(tmp_path / "model", STOP)
+    assert model.prove(tmp_path / "file.gguf", "f32")["chat"] == "equal"
+
+    def other_chat(contents: Contents) -> Contents:
+        wrong = CHAT.replace("<|finish|>", "<|finish|>\\n")
+        return replace(contents, metadata={**contents.metadata, "tokenizer.chat_template": wrong})
+
+    with pytest.raises(ProofError, match="renders a chat as"):
+        model.prove(tmp_path / "file.gguf", "f32", other_chat)
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_sentencepiece(kind: str, tmp_path: Path) -> None:
+    sentencepiece(tmp_path / "model", kind)
+    model = made(tmp_path / "model", ["</s>"])
+    assert model.contents.metadata["tokenizer.ggml.model"] == {"bpe": "llama", "unigram": "t5"}[kind]
+    assert model.contents.metadata["tokenizer.ggml.add_space_prefix"] is True
+    model.prove(tmp_path / "file.gguf", "f32")
+
+
+SMALL = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
+REFUSED: dict[str, dict[str, Any]] = {
+    "encoder-decoder": {"is_encoder_decoder": True},
+    "unsupported architecture 'gpt_neo'": {"model_type": "gpt_neo"},
+    r"a sliding window \(32 of 64 positions\)": {"model_type": "mistral", "sliding_window": 32},
+    "rope type dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
+    "rope type llama3": {"model_type": "qwen3", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+    "truncate=false": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
+    "a bias of the attention": {"model_type": "qwen3", "attention_bias": True},
+}
+
+
+@pytest.mark.parametrize("named", REFUSED)
+def test_what_has_no_counterpart_is_named(named: str) -> None:
+    with pytest.raises(ModelError, match=f"^--gguf: .*{named}.*; leave --gguf out"):
+        architecture_of({**SMALL, **REFUSED[named]})
+
+
+def test_a_splitting_that_llama_cpp_does_not_have(tmp_path: Path) -> None:
+    byte_level(tmp_path / "model", r"\p{L}+|\p{N}{1,2}|[^\p{L}\p{N}]+")
+    with pytest.raises(DataError, match="no pre-tokenizer that splits a text"):
+        made(tmp_path / "model", STOP)
+
+
+def test_no_end_at_all(tmp_path: Path) -> None:
+    byte_level(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DataError, match="--gguf: no token ends a text; add eos_token"):
+        read_vocabulary(tmp_path, load_tokenizer(str(tmp_path)), 403, [])
+
+
+def test_more_ends_than_there_are_keys(tmp_path: Path) -> None:
+    byte_level(tmp_path / "model")
+    with pytest.raises(ForgatherError, match="may end at 4 tokens, and a file has keys for 3"):
+        made(tmp_path / "model", [*STOP, "a", "b"])

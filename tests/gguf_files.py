@@ -1,0 +1,162 @@
+"""Small models with their tokenizers, and GGUF files of them, right ones and wrong ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny import decoder
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from forgather_cli.checkpoint.tensors import Weights, write_model_directory
+from forgather_cli.data.text.tokenizer import load_tokenizer
+from forgather_cli.finalize.sample import BUILT_IN
+from forgather_cli.gguf.architecture import Architecture
+from forgather_cli.gguf.files import contents_of
+from forgather_cli.gguf.options import GgufType
+from forgather_cli.gguf.prove import prove
+from forgather_cli.gguf.write import Contents, write_gguf
+from forgather_cli.models.pretrained import write_config
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+STOP = ["<|finish|>", "<|turn|>"]
+SPECIAL = ["<|begin|>", "<|finish|>", "<|turn|>"]  # none is known to llama.cpp by its text
+TEXTS = [BUILT_IN, "def f(x):\n    return x ** 2\n" * 3, "it's 1234567 o'clock, they'RE 99 11"]
+Change = Callable[[Contents], Contents]
+
+
+def byte_level(directory: Path, pattern: str = LLAMA3, *, ignore_merges: bool = False, bos: bool = False) -> None:
+    """A byte-level BPE that splits by a pattern, as Llama 3's and Qwen's."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    split = pre_tokenizers.Split(Regex(pattern), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
+    )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    _finish(tokenizer, directory, SPECIAL, bos=bos)
+
+
+def sentencepiece(directory: Path, kind: str) -> None:
+    """``bpe``, as Llama 2's, or ``unigram``, as T5's."""
+    special = ["<unk>", "<s>", "</s>"]
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+        of_bytes = [f"<0x{n:02X}>" for n in range(256)]
+        trainer: Any = trainers.BpeTrainer(vocab_size=600, show_progress=False, special_tokens=[*special, *of_bytes])
+    else:
+        tokenizer = Tokenizer(models.Unigram())
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+        trainer = trainers.UnigramTrainer(
+            vocab_size=300, show_progress=False, special_tokens=special, unk_token="<unk>"
+        )
+    tokenizer.train_from_iterator(TEXTS, trainer)
+    document = json.loads(tokenizer.to_str())
+    document["added_tokens"] = [each for each in document["added_tokens"] if each["content"] in special]
+    tokenizer = Tokenizer.from_str(json.dumps(document))  # trained with splitting, used as SentencePiece's are
+    tokenizer.pre_tokenizer = None
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    _finish(tokenizer, directory, special[1:], bos=True)
+
+
+def _finish(tokenizer: Tokenizer, directory: Path, special: list[str], *, bos: bool) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.add_special_tokens(special)
+    if bos:
+        begin = (special[0], tokenizer.token_to_id(special[0]))
+        tokenizer.post_processor = processors.TemplateProcessing(single=f"{special[0]} $A", special_tokens=[begin])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    names = f'{{"bos_token": "{special[0]}", "eos_token": "{special[1]}"}}'
+    (directory / "tokenizer_config.json").write_text(names)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model directory, and what a file of it holds."""
+
+    directory: Path
+    tokenizer: Any
+    stop: list[int]
+    contents: Contents
+
+    def prove(self, file: Path, kind: GgufType, change: Change = lambda contents: contents, length: int = 96) -> Any:
+        """Write a file of what ``change`` makes of the contents, and prove it."""
+        file.unlink(missing_ok=True)
+        write_gguf(file, change(self.contents), kind)
+        ids = self.tokenizer.encode("".join(TEXTS))[:length]
+        return prove(file, self.directory, self.tokenizer, [ids], kind, self.stop)
+
+
+def made(directory: Path, stop: list[str], **shape: Any) -> Made:
+    """A random model for the tokenizer in a directory; a text ends at the tokens ``stop``."""
+    tokenizer = load_tokenizer(str(directory))
+    settings = {"initializer_range": 0.15, "max_position_embeddings": 256, **shape}
+    model = decoder(vocab_size=tokenizer.vocab_size, **settings)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("bias", "norm.weight")):
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
+    tensors = dict(model.state_dict())
+    if settings.get("tie_word_embeddings"):
+        del tensors["lm_head.weight"]
+    write_model_directory(directory, tensors)
+    ids = [tokenizer.encode(token)[0] for token in stop]
+    write_config(directory, model.settings, eos_token_id=ids[0], bos_token_id=tokenizer.bos_token_id)
+    return Made(directory, tokenizer, ids, contents_of(directory, tokenizer, ids, {"general.name": "made"}))
+
+
+class _Unpaired(Architecture):
+    def entries(self, names: Any) -> Any:
+        return (replace(entry, pairs=0) for entry in super().entries(names))
+
+
+@dataclass
+class _Shifted:
+    """Weights of which one tensor's rows come one later."""
+
+    weights: Weights
+    name: str = "model.layers.1.mlp.up_proj.weight"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.weights, name)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        tensor = self.weights.read(name, start, stop)
+        return tensor.roll(1, 0) if name == self.name else tensor
+
+
+def rope_base(contents: Contents) -> Contents:
+    model = contents.architecture
+    wrong = replace(model.settings, rope_theta=10000.0 if model.settings.rope_theta != 10000.0 else 500000.0)
+    return replace(contents, architecture=replace(model, settings=wrong))
+
+
+def unpaired(contents: Contents) -> Contents:
+    model = contents.architecture
+    return replace(contents, architecture=_Unpaired(model.name, model.settings, model.rope_factors))
+
+
+def shifted(contents: Contents) -> Contents:
+    return replace(contents, weights=_Shifted(contents.weights))
+
+
+def other_splitting(contents: Contents) -> Contents:
+    other = "qwen2" if contents.metadata["tokenizer.ggml.pre"] != "qwen2" else "gpt-2"
+    return replace(contents, metadata={**contents.metadata, "tokenizer.ggml.pre": other})
+
+
+def end_left_out(contents: Contents) -> Contents:
+    kept = {key: value for key, value in contents.metadata.items() if key != "tokenizer.ggml.eot_token_id"}
+    return replace(contents, metadata=kept)
