@@ -8,12 +8,11 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.gguf import plain_llama_cpp
+from forgather_cli.launch.processes import temporary_folder
 
 INSTALL = "pip install 'forgather[gguf]'"
 
@@ -34,14 +33,18 @@ def version() -> str:
 
 def llama_cpp(do: str, **request: Any) -> dict[str, Any]:
     """The answer of a function of ``plain_llama_cpp``. Raises ModelError where llama.cpp gives up."""
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder, "asked.json"), Path(folder, "answer.json")
+    with temporary_folder("gguf") as folder:
+        asked, answer = folder / "asked.json", folder / "answer.json"
         asked.write_text(json.dumps({"do": do, **request}), encoding="utf-8")
         # -P: the folder of the script, which has modules of ours, is not searched
         command = [sys.executable, "-P", plain_llama_cpp.__file__, str(asked), str(answer)]
         # waiting threads do not spin: where others want the cores too, it takes a hundred times as long
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
+        read, write = os.pipe()  # it ends when this pipe does, that is with this process, whatever ends that
+        with os.fdopen(read), os.fdopen(write, "w"):
+            done = subprocess.run(
+                command, stdin=read, capture_output=True, text=True, errors="replace", check=False, env=environment
+            )
         if done.returncode:
             said = [line for line in done.stderr.strip().splitlines() if line.strip()]
             why = said[-1] if said and done.returncode > 0 else f"exit code {done.returncode}"
