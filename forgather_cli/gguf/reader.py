@@ -18,13 +18,25 @@ INSTALL = "pip install 'forgather[gguf]'"
 
 
 def check_installed(what: str) -> None:
-    """Raise ConfigError where the packages that write and read GGUF are not there."""
+    """Raise ConfigError where the packages that write and read GGUF are not there, or llama.cpp does not load."""
     missing = [name for name in ("gguf", "xllamacpp") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"{what}: needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed; {INSTALL} "
             "(xllamacpp is llama.cpp, of which there may be no build for this platform: without it nothing is proved)"
         )
+    command = [sys.executable, "-P", "-c", "import xllamacpp"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise ConfigError(
+            f"{what}: xllamacpp, which is llama.cpp, cannot be loaded here ({_why(done)}), and without it nothing is "
+            "proved; install a build for this platform, or leave GGUF out"
+        )
+
+
+def _why(failed: subprocess.CompletedProcess[str]) -> str:
+    said = [line for line in failed.stderr.strip().splitlines() if line.strip()]
+    return said[-1] if said and failed.returncode > 0 else f"exit code {failed.returncode}"
 
 
 def version() -> str:
@@ -46,8 +58,6 @@ def llama_cpp(do: str, **request: Any) -> dict[str, Any]:
                 command, stdin=read, capture_output=True, text=True, errors="replace", check=False, env=environment
             )
         if done.returncode:
-            said = [line for line in done.stderr.strip().splitlines() if line.strip()]
-            why = said[-1] if said and done.returncode > 0 else f"exit code {done.returncode}"
-            raise ModelError(f"llama.cpp cannot load and run the result ({why})")
+            raise ModelError(f"llama.cpp cannot load and run the result ({_why(done)})")
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return found

@@ -40,11 +40,13 @@ with open(source, "rb", buffering=0) as read, open(file, "wb", buffering=0) as w
         size -= written.write(buffer[:size])
     unsynced = time.perf_counter() - start
     os.fsync(written.fileno())
-print(json.dumps({"s": time.perf_counter() - start, "before_sync_s": unsynced}))
+print(json.dumps({"s": time.perf_counter() - start, "before_sync_s": unsynced, "cpu_s": time.process_time()}))
 """
 _MADE = (
     _RESIDENT
     + """
+from forgather_cli.launch.processes import keep_heap
+keep_heap()  # as the command does
 import gguf, json, sys, time
 from pathlib import Path
 from forgather_cli.checkpoint.files import sync_file
@@ -54,15 +56,16 @@ from forgather_cli.gguf.write import Contents, write_gguf
 directory, file, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 tokens = [f"token {n}" for n in range(32000)]
 vocabulary = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": tokens}
-before = resident("VmRSS")
+before, cpu = resident("VmRSS"), time.process_time()
 start = time.perf_counter()
 model = architecture_of(json.loads((directory / "config.json").read_text()))
 contents = Contents(model, Weights(directory), vocabulary)
 write_gguf(file, contents, kind)
 unsynced = time.perf_counter() - start
 sync_file(file)
-made = {"s": time.perf_counter() - start, "before_sync_s": unsynced, "above_MB": (resident("VmHWM") - before) / 1e3}
-print(json.dumps({**made, "interpreter_MB": before / 1e3, "told": contents.num_bytes(kind)}))
+made = {"s": time.perf_counter() - start, "before_sync_s": unsynced, "cpu_s": time.process_time() - cpu}
+above = (resident("VmHWM") - before) / 1e3
+print(json.dumps({**made, "above_MB": above, "interpreter_MB": before / 1e3, "told": contents.num_bytes(kind)}))
 """
 )
 

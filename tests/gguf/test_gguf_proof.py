@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
+import numpy as np
 import pytest
+import torch
 from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, made, sentencepiece
 
 from forgather_cli.config.schema import RopeScaling
@@ -16,7 +18,7 @@ from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofErr
 from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
 from forgather_cli.gguf.vocabulary import read_vocabulary
-from forgather_cli.gguf.write import Contents
+from forgather_cli.gguf.write import Contents, quantized
 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.5)
 IN_LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
@@ -130,3 +132,27 @@ def test_more_ends_than_there_are_keys(tmp_path: Path) -> None:
     byte_level(tmp_path / "model")
     with pytest.raises(ForgatherError, match="may end at 4 tokens, and a file has keys for 3"):
         made(tmp_path / "model", [*STOP, "a", "b"])
+
+
+def test_quantized_as_by_gguf_itself() -> None:
+    """Bit for bit: halves, blocks of zeros, numbers near fp32's ends."""
+    import gguf
+
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(512, 64, generator=generator)
+    halves = torch.randint(-254, 255, (512, 64), generator=generator) / 2
+    halves[:, ::32] = 127
+    zeros = drawn * (torch.arange(512) % 2)[:, None]
+    beside = halves.nextafter(torch.tensor(1e9))
+    scales = torch.logspace(-44, 4, 512)[:, None]
+    for tensor in (drawn, drawn.bfloat16(), drawn.half(), halves, beside, zeros, drawn * scales):
+        for kind in ("q8_0", "f16", "bf16"):
+            with np.errstate(all="ignore"):
+                wanted = gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind.upper()])
+            assert (quantized(tensor, kind).view("uint8") == wanted.view("uint8")).all()
+
+
+@pytest.mark.parametrize(("kind", "large"), [("f16", 1e5), ("q8_0", 1e7)])
+def test_numbers_that_a_type_cannot_hold(kind: GgufType, large: float) -> None:
+    with pytest.raises(ModelError, match=f"--gguf {kind}: the weights hold numbers that it cannot hold; choose"):
+        quantized(torch.full((2, 32), large), kind)
