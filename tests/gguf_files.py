@@ -143,6 +143,16 @@ def rope_base(contents: Contents) -> Contents:
     return replace(contents, architecture=replace(model, settings=wrong))
 
 
+def other_settings(**settings: float) -> Change:
+    """A file whose metadata say something else than the source's config."""
+
+    def change(contents: Contents) -> Contents:
+        model = contents.architecture
+        return replace(contents, architecture=replace(model, settings=replace(model.settings, **settings)))
+
+    return change
+
+
 def unpaired(contents: Contents) -> Contents:
     model = contents.architecture
     return replace(contents, architecture=_Unpaired(model.name, model.settings, model.rope_factors))

@@ -15,6 +15,7 @@ from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, made, sent
 from forgather_cli.config.schema import RopeScaling
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofError
+from forgather_cli.gguf import prove
 from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
 from forgather_cli.gguf.vocabulary import read_vocabulary
@@ -56,6 +57,19 @@ def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_p
     for change, told in exact.items():
         with pytest.raises(ProofError, match=told):
             llama3.prove(file, kind, change)
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+@pytest.mark.parametrize("settings", [{"rms_norm_eps": 1e-4}, {"rope_theta": 510_000.0}], ids=str)
+def test_small_faults(llama3: Made, kind: GgufType, settings: dict[str, float], tmp_path: Path) -> None:
+    with pytest.raises(ProofError, match=r"differs? by"):
+        llama3.prove(tmp_path / "file.gguf", kind, gguf_files.other_settings(**settings))
+
+
+def test_rounding_that_drowns_everything(llama3: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "MOST_ROUNDING", 0.1)
+    with pytest.raises(ProofError, match="so that nothing can be proved; nothing was written: choose --gguf f32"):
+        llama3.prove(tmp_path / "file.gguf", "q8_0")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
