@@ -6,17 +6,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import finalized
 import gguf_files
 import pytest
+import torch
 from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, made, sentencepiece
 
 from forgather_cli.config.schema import RopeScaling
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofError
+from forgather_cli.finalize.plain_transformers import in_fp32
 from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
 from forgather_cli.gguf.vocabulary import read_vocabulary
-from forgather_cli.gguf.write import Contents
+from forgather_cli.gguf.write import Contents, rounded, write_gguf
 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.5)
 IN_LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
@@ -64,6 +67,26 @@ def test_other_shapes(shape: str, tmp_path: Path) -> None:
     assert model.prove(tmp_path / "file.gguf", "f32")["max_log_prob_difference"] <= 1e-3
     with pytest.raises(ProofError, match="a log-probability differs by"):
         model.prove(tmp_path / "file.gguf", "q8_0", gguf_files.rope_base)
+
+
+@pytest.mark.parametrize("shape", ["llama3", "mistral", "qwen2", "qwen3"])
+def test_transformers_reads_the_same(shape: str, llama3: Made, tmp_path: Path) -> None:
+    """Its own GGUF loader computes what the source computes with the weights that lie in the file."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    model = llama3
+    if shape != "llama3":
+        byte_level(tmp_path / "model", QWEN2)
+        model = made(tmp_path / "model", STOP, **SHAPES[shape])
+    write_gguf(tmp_path / "file.gguf", model.contents, "q8_0")
+    config = AutoConfig.from_pretrained(model.directory)  # it would take Qwen3's head_dim and rope scaling for others
+    if shape == "mistral":  # whose names it has for Llama alone
+        config = LlamaConfig(**config.to_dict())
+    reads = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="file.gguf", config=config)
+    source = finalized.theirs(model.directory)
+    ids = torch.tensor([model.tokenizer.encode("".join(gguf_files.TEXTS))[:96]])
+    with torch.no_grad(), in_fp32(source, lambda tensor: rounded(tensor, "f32" if tensor.dim() < 2 else "q8_0")):
+        torch.testing.assert_close(reads(ids).logits, source(ids).logits, rtol=1e-5, atol=1e-5)
 
 
 CHAT = (
