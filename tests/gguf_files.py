@@ -82,6 +82,13 @@ def _finish(tokenizer: Tokenizer, directory: Path, special: list[str], *, bos: b
     (directory / "tokenizer_config.json").write_text(names)
 
 
+def edit_tokenizer(directory: Path, edit: Callable[[Any], None]) -> None:
+    path = directory / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    edit(document)
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class Made:
     """A model directory, and what a file of it holds."""

@@ -83,20 +83,14 @@ def _choose(directory: Path, vocabulary: GgufVocabulary, tokenizer: Tokenizer) -
     if len(vocabulary.candidates) == 1:
         return vocabulary.candidates[0]
     if vocabulary.model == "gpt2":
-        name = find_pre_tokenizer(directory)
-        if name is None:
-            raise DataError(
-                "--gguf: llama.cpp has no pre-tokenizer that splits a text as tokenizer.json does; leave --gguf "
-                "out, or train with tokenizer=bpe"
-            )
-        return {"tokenizer.ggml.pre": name}
-    texts = hard_text(tokenizer, [])
+        return {"tokenizer.ggml.pre": find_pre_tokenizer(directory)}
+    texts = hard_text([])
     wanted = [tokenizer.encode(text) for text in texts]
-    found = first_that_encodes(vocabulary.metadata, vocabulary.candidates, texts, wanted)
+    found, same = first_that_encodes(vocabulary.metadata, vocabulary.candidates, texts, wanted)
     if found is None:
         raise DataError(
-            "--gguf: llama.cpp does not encode a text as tokenizer.json does, however spaces are treated; leave --gguf "
-            "out, or train with tokenizer=bpe"
+            f"--gguf: llama.cpp does not encode {texts[same][:40]!r} as tokenizer.json does, however spaces are "
+            "treated; leave --gguf out, or train with tokenizer=bpe"
         )
     return vocabulary.candidates[found]
 

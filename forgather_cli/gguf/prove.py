@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,14 @@ from forgather_cli.finalize.plain_transformers import in_fp32
 from forgather_cli.finalize.sample import BUILT_IN, Sample
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.reader import llama_cpp, version
-from forgather_cli.gguf.vocabulary import PHRASES
+from forgather_cli.gguf.vocabulary import PHRASES, added_tokens
 from forgather_cli.gguf.write import rounded, stored_type
 from forgather_cli.inference.source import Located, load_located
 from forgather_cli.loss import model_logits
 
 NUM_PREFIXES = 256
 _LIKELY = 1e-4  # tokens that are compared have at least this probability
+_BEST = 64  # or are among so many: of a large vocabulary an untrained model finds none likely
 BOUNDS: dict[GgufType, float] = {"f32": 1e-3, "f16": 5e-2, "bf16": 5e-2, "q8_0": 5e-2}
 """How far a log-probability may be from the source's; more where the reader's own rounding is larger."""
 RATIO_BOUND = 1.02
@@ -116,10 +117,9 @@ def _inputs_rounded(model: nn.Module, kind: GgufType) -> Iterator[None]:
             handle.remove()
 
 
-def hard_text(tokenizer: Tokenizer, special: list[int]) -> list[str]:
+def hard_text(tokens: Iterable[str]) -> list[str]:
     """What llama.cpp is to encode as the tokenizer does: code, emoji, spaces, newlines, special tokens."""
-    tokens = [tokenizer.decode([number]) for number in special[:8]]
-    spelled = [f"before{token} after\n{token}" for token in tokens]
+    spelled = [f"before{token} after\n{token}word {token}" for token in tokens]
     return [BUILT_IN, "".join(PHRASES), *PHRASES, *spelled]
 
 
@@ -132,8 +132,12 @@ def prove(
     """
     expected = expect(directory, sequences, kind)
     likely = expected.stored > math.log(_LIKELY)
+    best = expected.stored.topk(min(_BEST, likely.shape[1]))
+    likely.scatter_(1, best.indices, True)
     special = list(dict.fromkeys([*stop, *getattr(tokenizer, "all_special_ids", [])]))
-    texts = hard_text(tokenizer, special)
+    texts = hard_text(
+        dict.fromkeys([*map(tokenizer.decode, ([n] for n in special[:8])), *added_tokens(directory)[:24]])
+    )
     template = ChatTemplate.of(directory)
     made = llama_cpp(
         "measure",

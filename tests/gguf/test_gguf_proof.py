@@ -10,13 +10,14 @@ import finalized
 import gguf_files
 import pytest
 import torch
-from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, made, sentencepiece
+from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, edit_tokenizer, made, sentencepiece
 
 from forgather_cli.config.schema import RopeScaling
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofError
 from forgather_cli.finalize.plain_transformers import in_fp32
 from forgather_cli.gguf.architecture import architecture_of
+from forgather_cli.gguf.choose import find_pre_tokenizer
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
 from forgather_cli.gguf.vocabulary import read_vocabulary
 from forgather_cli.gguf.write import Contents, rounded, write_gguf
@@ -39,7 +40,9 @@ def llama3(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(directory, STOP, head_dim=32, num_key_value_heads=1, rope_theta=500000.0, rope_scaling=IN_LLAMA3)
 
 
-@pytest.mark.parametrize("kind", GGUF_TYPES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in ("f16", "bf16") else ()) for kind in GGUF_TYPES]
+)
 def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_path: Path) -> None:
     file = tmp_path / "file.gguf"
     proof = llama3.prove(file, kind)
@@ -138,8 +141,49 @@ def test_what_has_no_counterpart_is_named(named: str) -> None:
 
 def test_a_splitting_that_llama_cpp_does_not_have(tmp_path: Path) -> None:
     byte_level(tmp_path / "model", r"\p{L}+|\p{N}{1,2}|[^\p{L}\p{N}]+")
-    with pytest.raises(DataError, match="no pre-tokenizer that splits a text"):
+    with pytest.raises(DataError, match='no pre-tokenizer that splits "It\'s here," as'):
         made(tmp_path / "model", STOP)
+
+
+def test_merges_that_are_ignored(tmp_path: Path) -> None:
+    """llama.cpp does so with some splittings alone; it counts where a token of the vocabulary is made by no merges."""
+    byte_level(tmp_path, QWEN2, ignore_merges=True)
+    assert find_pre_tokenizer(tmp_path) == "qwen2"
+    edit_tokenizer(
+        tmp_path, lambda document: document["model"]["vocab"].update(zqzq=load_tokenizer(str(tmp_path)).vocab_size)
+    )
+    with pytest.raises(DataError, match="takes 'zqzq', which no merges make, whole"):
+        find_pre_tokenizer(tmp_path)
+
+
+def test_a_token_that_takes_the_blank_before_it(tmp_path: Path) -> None:
+    byte_level(tmp_path / "model", QWEN2)
+    edit_tokenizer(tmp_path / "model", lambda document: document["added_tokens"][0].update(lstrip=True))
+    with pytest.raises(ProofError, match=r"llama.cpp encodes 'before<\|begin\|> after"):
+        made(tmp_path / "model", STOP).prove(tmp_path / "file.gguf", "f32", length=4)
+
+
+def test_a_large_vocabulary(tmp_path: Path) -> None:
+    """An untrained model has no likely token among 33,000; 256 reserved ones, as Llama 3's."""
+    byte_level(tmp_path / "model")
+
+    def grow(document: Any) -> None:
+        vocab, added = document["model"]["vocab"], document["added_tokens"]
+        letters = sorted(token for token in vocab if len(token) == 1)[:181]
+        pairs = [(a, b) for a in letters for b in letters if a + b not in vocab]
+        document["model"]["merges"] += pairs
+        vocab.update({a + b: len(vocab) + number for number, (a, b) in enumerate(pairs)})
+        added += [{**added[0], "content": f"<|reserved_{number}|>"} for number in range(256)]
+        for number, entry in enumerate(added, len(vocab)):
+            entry["id"] = number
+
+    edit_tokenizer(tmp_path / "model", grow)
+    model = made(tmp_path / "model", [*STOP, "<|reserved_0|>"], initializer_range=0.02)
+    assert model.tokenizer.vocab_size > 32000
+    proof = model.prove(tmp_path / "file.gguf", "q8_0")
+    assert proof["log_probs_compared"] >= 64 * 96
+    with pytest.raises(ProofError, match="a log-probability differs by"):
+        model.prove(tmp_path / "file.gguf", "q8_0", gguf_files.shifted)
 
 
 def test_no_end_at_all(tmp_path: Path) -> None:
