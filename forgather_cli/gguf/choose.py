@@ -12,7 +12,8 @@ import torch
 from forgather_cli.checkpoint.tensors import Weights, write_model_directory
 from forgather_cli.config.schema import DecoderSettings
 from forgather_cli.errors import DataError
-from forgather_cli.gguf.architecture import Architecture, Metadata
+from forgather_cli.gguf.architecture import of_decoder
+from forgather_cli.gguf.layout import Metadata
 from forgather_cli.gguf.reader import llama_cpp
 from forgather_cli.gguf.vocabulary import PHRASES, UNMERGED, likeliest_first, telling_tokenizer, unmerged_token
 from forgather_cli.gguf.write import Contents, write_gguf
@@ -68,7 +69,7 @@ def first_that_encodes(
         folder = Path(name)
         shapes = {name: parameter.shape for name, parameter in Decoder(settings).named_parameters()}
         write_model_directory(folder, {name: torch.zeros(shape) for name, shape in shapes.items()})
-        model = Architecture("llama", settings, None)
+        model = of_decoder("llama", settings)
         files = []
         for number, candidate in enumerate(candidates):
             files.append(folder / f"{number}.gguf")

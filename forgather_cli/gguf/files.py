@@ -15,8 +15,9 @@ from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.sample import Sample
-from forgather_cli.gguf.architecture import Metadata, architecture_of
+from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.choose import find_pre_tokenizer, first_that_encodes
+from forgather_cli.gguf.layout import Metadata
 from forgather_cli.gguf.modelfile import write_modelfile
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.prove import hard_text, prove, sequences_of
@@ -40,7 +41,7 @@ def write_and_prove(
     """
     tokenizer = load_tokenizer(str(directory), add_bos=add_bos)
     contents = contents_of(directory, tokenizer, stop, general(name, lineage))
-    longest = contents.architecture.settings.max_position_embeddings
+    longest = contents.architecture.context_length
     sequences = sequences_of(sample, longest)
     proofs = []
     for kind in types:
@@ -65,7 +66,7 @@ def contents_of(directory: Path, tokenizer: Tokenizer, stop: list[int], origin: 
     Raises ModelError and DataError for what has no counterpart.
     """
     architecture = architecture_of(read_json_object(directory / "config.json", ModelError))
-    vocabulary = read_vocabulary(directory, tokenizer, architecture.settings.vocab_size or 0, stop)
+    vocabulary = read_vocabulary(directory, tokenizer, architecture.vocab_size, stop)
     chosen = _choose(directory, vocabulary, tokenizer)
     template = ChatTemplate.of(directory)
     chat: Metadata = {} if template is None else {"tokenizer.chat_template": _plain(template.source)}

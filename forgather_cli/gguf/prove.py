@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from forgather_cli.checkpoint.tensors import spec_of
 from forgather_cli.data.chat.template import ChatTemplate
@@ -76,7 +77,16 @@ def expect(directory: Path, sequences: list[list[int]], kind: GgufType) -> Expec
     """Measure the model in a directory, which is not in memory afterwards."""
     source = load_located(Located(directory, None, None), dtype=None)
 
+    theirs = getattr(source.model, "theirs", None)
+    if theirs is not None:  # products of one expert each, whose inputs can be rounded
+        theirs.set_experts_implementation("eager")
+    turned = {
+        m.get_parameter("weight").data_ptr() for m in source.model.modules() if type(m).__name__ == "Conv1D"
+    }  # GPT-2's
+
     def stored(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() in turned:
+            return rounded(tensor.t(), _type_of(tensor.t(), kind)).t().to(tensor.device)
         return rounded(tensor, _type_of(tensor, kind)).to(tensor.device)
 
     def log_probs() -> Tensor:
@@ -91,8 +101,8 @@ def expect(directory: Path, sequences: list[list[int]], kind: GgufType) -> Expec
         exact = log_probs()
     with in_fp32(source.model, stored):
         with_stored = log_probs()
-        with _inputs_rounded(source.model, kind):
-            inexact = log_probs() if kind != "f32" else with_stored
+        with _as_the_reader_rounds(source.model, kind):
+            inexact = log_probs()
     targets = torch.tensor([token for ids in sequences for token in (*ids[1:], -1)])
     return Expected(exact, with_stored, inexact, targets)
 
@@ -101,17 +111,35 @@ def _type_of(tensor: Tensor, kind: GgufType) -> GgufType:
     return stored_type(spec_of("", tensor.dtype, tuple(tensor.shape)), kind)
 
 
-@contextlib.contextmanager
-def _inputs_rounded(model: nn.Module, kind: GgufType) -> Iterator[None]:
+class _InputsRounded(TorchFunctionMode):
     """Inside, what a matrix is multiplied with is rounded to the matrix's type first, as llama.cpp does on a CPU."""
 
-    def round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (rounded(args[0], _type_of(args[0], kind)).to(args[0].device), *args[1:])
+    def __init__(self, kind: GgufType) -> None:
+        super().__init__()
+        self._kind = kind
 
-    products = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    handles = [module.register_forward_pre_hook(round_input) for module in products]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            args = (self._round(args[0]), *args[1:])
+        elif func is torch.addmm:  # GPT-2's Conv1D
+            args = (args[0], self._round(args[1]), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+    def _round(self, inputs: Tensor) -> Tensor:
+        return rounded(inputs, _type_of(inputs, self._kind)).to(inputs.device)
+
+
+@contextlib.contextmanager
+def _as_the_reader_rounds(model: nn.Module, kind: GgufType) -> Iterator[None]:
+    """Inside, products get rounded inputs, and GELU is looked up in llama.cpp's table, which is one of fp16."""
+
+    def look_up(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return F.gelu(args[0].half().float(), approximate="tanh").half().float()
+
+    handles = [m.register_forward_hook(look_up) for m in model.modules() if "gelu" in type(m).__name__.lower()]
     try:
-        yield
+        with _InputsRounded(kind):
+            yield
     finally:
         for handle in handles:
             handle.remove()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError
-from forgather_cli.gguf.architecture import Metadata
+from forgather_cli.gguf.layout import Metadata
 
 if TYPE_CHECKING:
     import tokenizers

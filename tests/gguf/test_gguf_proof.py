@@ -10,6 +10,7 @@ import finalized
 import gguf_files
 import pytest
 import torch
+from gguf_families import FAMILIES, made_by_transformers
 from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, edit_tokenizer, made, sentencepiece
 
 from forgather_cli.config.schema import RopeScaling
@@ -92,6 +93,26 @@ def test_transformers_reads_the_same(shape: str, llama3: Made, tmp_path: Path) -
         torch.testing.assert_close(reads(ids).logits, source(ids).logits, rtol=1e-5, atol=1e-5)
 
 
+USED_MOST = ("gemma3_text", "gpt2", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in USED_MOST else pytest.mark.full) for name in FAMILIES]
+)
+def test_families_of_transformers(family: str, tmp_path: Path) -> None:
+    model = made_by_transformers(tmp_path / "model", family)
+    proof = model.prove(tmp_path / "file.gguf", "f32")
+    # what is beyond is the rounding in llama.cpp's GELU
+    assert proof["max_difference_beside_rounding"] < 1e-3
+    for change in (gguf_files.shifted, gguf_files.rope_base)[: 1 if family == "gpt2" else 2]:
+        with pytest.raises(ProofError, match="a log-probability differs by") as found:
+            model.prove(tmp_path / "file.gguf", "f32", change)
+        assert float(str(found.value).split("differs by ")[1].split(",")[0]) > 10 * proof["bound"]
+    model.prove(tmp_path / "file.gguf", "q8_0")
+    with pytest.raises(ProofError, match="a log-probability differs by"):
+        model.prove(tmp_path / "file.gguf", "q8_0", gguf_files.shifted)
+
+
 CHAT = (
     "{{ bos_token }}{% for m in messages %}{{ '<|turn|>' + m['role'] + '\\n' + m['content'] | trim + '<|finish|>' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
@@ -124,12 +145,18 @@ def test_sentencepiece(kind: str, tmp_path: Path) -> None:
 SMALL = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
 REFUSED: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"is_encoder_decoder": True},
-    "unsupported architecture 'gpt_neo'": {"model_type": "gpt_neo"},
+    "a model of the type gpt_neo": {"model_type": "gpt_neo"},
     r"a sliding window \(32 of 64 positions\)": {"model_type": "mistral", "sliding_window": 32},
     "rope type dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
     "rope type llama3": {"model_type": "qwen3", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
     "truncate=false": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
     "a bias of the attention": {"model_type": "qwen3", "attention_bias": True},
+    "norm_topk_prob=False": {"model_type": "qwen3_moe", "norm_topk_prob": False},
+    "such layer_types": {"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26},
+    "query_pre_attn_scalar=100": {"model_type": "gemma3_text", "query_pre_attn_scalar": 100},
+    "such no_rope_layers": {"model_type": "smollm3", "no_rope_layer_interval": 3},
+    "the rope type yarn": {"model_type": "olmo2", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+    "activation_function='relu'": {"model_type": "gpt2", "activation_function": "relu"},
 }
 
 
