@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from gguf_files import QWEN2, STOP, Made, byte_level
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.data.text.tokenizer import load_tokenizer
@@ -42,6 +41,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def made_by_transformers(directory: Path, model_type: str, **changes: Any) -> Made:
     """A random model, its weights large enough for controls to show."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
     byte_level(directory, QWEN2)
     tokenizer = load_tokenizer(str(directory))
     ids = [tokenizer.encode(token)[0] for token in STOP]

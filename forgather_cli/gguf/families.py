@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from forgather_cli.errors import ModelError
 from forgather_cli.gguf.layout import Architecture, Change, Metadata, by_kind, named, no_counterpart, paired
 from forgather_cli.models.hf.build import library
 
@@ -102,11 +103,12 @@ HF_FAMILIES = {
 
 def of_transformers(values: dict[str, Any]) -> Architecture:
     """The model of a config.json. Raises ModelError for a setting that llama.cpp does not have."""
-    from transformers import CONFIG_MAPPING
-
-    library()
-    family = HF_FAMILIES[values["model_type"]]
-    config: Any = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    kind = values["model_type"]
+    family = HF_FAMILIES[kind]
+    try:
+        config: Any = library().CONFIG_MAPPING[kind].from_dict(values)
+    except Exception as error:  # whatever a config class checks: its own kinds of exceptions
+        raise ModelError(f"--gguf: config.json: {kind} refused it: {' '.join(str(error).split())}") from error
     for key, wanted in family.only.items():
         if (got := getattr(config, key)) != wanted:
             raise no_counterpart(f"{key}={got!r}", family.name, f"{key}={wanted!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,6 +44,8 @@ def write_and_prove(
     contents = contents_of(directory, tokenizer, stop, general(name, lineage))
     longest = contents.architecture.context_length
     sequences = sequences_of(sample, longest)
+    if '"NFC"' in json.dumps(read_json_object(directory / "tokenizer.json", DataError).get("normalizer")):
+        say("the tokenizer composes accents (NFC), llama.cpp does not: decomposed text gets other ids there")
     proofs = []
     for kind in types:
         file = directory / f"{name}-{kind.upper()}.gguf"
