@@ -61,10 +61,10 @@ else:
     from forgather_cli.data.cache import Cache
     from forgather_cli.data.text.corpus import find_corpus
     from forgather_cli.data.text.tokenize import tokenize_corpus
-    from forgather_cli.data.text.tokenizer import FileTokenizer
+    from forgather_cli.data.text.tokenizer import FileTokenizer, load_tokenizer
     if way == "library":
         FileTokenizer.prepare = lambda self, texts: None
-    corpus, tokenizer = find_corpus(TextSettings(files=[path], eval_fraction=0.0)), FileTokenizer(directory)
+    corpus, tokenizer = find_corpus(TextSettings(files=[path], eval_fraction=0.0)), load_tokenizer(directory)
     corpus.fingerprint(Cache(cache))
     tokenizer.encode("x")
     start = time.process_time()
@@ -152,7 +152,7 @@ def python(code: str, *arguments: Any, threads: str) -> float:
     """The number that a program prints last."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     environ = os.environ | {"RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": str(threads != "1").lower()}
-    return float(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout.split()[-1])
+    return float(subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
 
 
 def run(texts: Path, tokenizer: str, processes: int, threads: str) -> float:

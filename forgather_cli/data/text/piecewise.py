@@ -247,11 +247,8 @@ class PiecewiseEncoder:
         self, words: Sequence[bytes], low: NDArray[np.uint64], high: NDArray[np.uint64], sizes: NDArray[np.int64]
     ) -> None:
         """Ask the library for the ids of new words."""
-        encoding = self._words.encode(
-            [word.decode("latin-1").translate(_LETTERS) for word in words],
-            is_pretokenized=True,
-            add_special_tokens=False,
-        )
+        letters = [word.decode("latin-1").translate(_LETTERS) for word in words]
+        encoding = self._words.encode(letters, is_pretokenized=True, add_special_tokens=False)
         ids = np.array(encoding.ids, np.uint32)
         counts = np.bincount(np.array(encoding.word_ids, np.int64), minlength=len(words))
         if self._num_ids + len(ids) > len(self._ids):
