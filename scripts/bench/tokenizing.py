@@ -3,8 +3,8 @@
     python scripts/bench/tokenizing.py [--processes 2] [--bytes-mb 768] [--bpe-mb 64] [--rounds 3] [--json]
 
 The ways take turns, each in a process of its own, and what counts is the ratio of their medians: two processes at least
-1.7 times one. Hashing the content and training the BPE are done before. One process with the tokenizer library's own
-threads (what ``data.tokenize_processes=1`` gives) stands beside.
+1.7 times one. Hashing the content and training the BPE are done before. One process that leaves the
+tokenizer library its threads (as ``data.tokenize_processes=1`` does) stands beside.
 
 Then one core alone: documents as lines of jsonl become tokens on disk word by word, by the tokenizer library, and by
 ``datasets`` with transformers. What counts is processor time: at least five times the others' MB per second.
