@@ -248,9 +248,9 @@ class PiecewiseEncoder:
     ) -> None:
         """Ask the library for the ids of new words."""
         letters = [word.decode("latin-1").translate(_LETTERS) for word in words]
-        encoding = self._words.encode(letters, is_pretokenized=True, add_special_tokens=False)
-        ids = np.array(encoding.ids, np.uint32)
-        counts = np.bincount(np.array(encoding.word_ids, np.int64), minlength=len(words))
+        encoded = [each.ids for each in self._words.encode_batch_fast(letters, add_special_tokens=False)]
+        counts = np.array(list(map(len, encoded)), np.int64)
+        ids = np.fromiter(itertools.chain.from_iterable(encoded), np.uint32, int(counts.sum()))
         if self._num_ids + len(ids) > len(self._ids):
             self._ids = np.append(self._ids, np.zeros(max(len(self._ids), len(ids)), np.uint32))
         self._ids[self._num_ids : self._num_ids + len(ids)] = ids
