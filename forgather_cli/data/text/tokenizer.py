@@ -381,7 +381,7 @@ class FileTokenizer:
                     raise NotPiecewiseError("it gives a text other ids than its rules say")
             self._piecewise = encoder
         except NotPiecewiseError as why:
-            _log.warning("data.tokenizer: texts are encoded slowly, all by the tokenizers library: %s", why)
+            _log.warning("data.tokenizer: encoded by the tokenizers library alone, several times slower: %s", why)
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
         marked: list[Marked] = []
