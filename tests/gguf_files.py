@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,6 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from forgather_cli.checkpoint.tensors import Weights, write_model_directory
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.finalize.sample import BUILT_IN
-from forgather_cli.gguf.architecture import Architecture
 from forgather_cli.gguf.files import contents_of
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.prove import prove
@@ -82,6 +82,13 @@ def _finish(tokenizer: Tokenizer, directory: Path, special: list[str], *, bos: b
     (directory / "tokenizer_config.json").write_text(names)
 
 
+def edit_tokenizer(directory: Path, edit: Callable[[Any], None]) -> None:
+    path = directory / "tokenizer.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    edit(document)
+    path.write_text(json.dumps(document), encoding="utf-8")
+
+
 @dataclass(frozen=True)
 class Made:
     """A model directory, and what a file of it holds."""
@@ -117,17 +124,12 @@ def made(directory: Path, stop: list[str], **shape: Any) -> Made:
     return Made(directory, tokenizer, ids, contents_of(directory, tokenizer, ids, {"general.name": "made"}))
 
 
-class _Unpaired(Architecture):
-    def entries(self, names: Any) -> Any:
-        return (replace(entry, pairs=0) for entry in super().entries(names))
-
-
 @dataclass
 class _Shifted:
     """Weights of which one tensor's rows come one later."""
 
     weights: Weights
-    name: str = "model.layers.1.mlp.up_proj.weight"
+    name: str
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weights, name)
@@ -139,17 +141,20 @@ class _Shifted:
 
 def rope_base(contents: Contents) -> Contents:
     model = contents.architecture
-    wrong = replace(model.settings, rope_theta=10000.0 if model.settings.rope_theta != 10000.0 else 500000.0)
-    return replace(contents, architecture=replace(model, settings=wrong))
+    key = f"{model.name}.rope.freq_base"
+    wrong = 10000.0 if model.metadata[key] != 10000.0 else 500000.0
+    return replace(contents, architecture=replace(model, metadata={**model.metadata, key: wrong}))
 
 
 def unpaired(contents: Contents) -> Contents:
-    model = contents.architecture
-    return replace(contents, architecture=_Unpaired(model.name, model.settings, model.rope_factors))
+    return replace(contents, architecture=replace(contents.architecture, changes={}))
 
 
 def shifted(contents: Contents) -> Contents:
-    return replace(contents, weights=_Shifted(contents.weights))
+    """The last matrix of an attention's end."""
+    ends = re.compile(r"(o_proj|attn\.c_proj|dense)\.weight$")
+    name = [name for name in contents.weights.names if ends.search(name)][-1]
+    return replace(contents, weights=_Shifted(contents.weights, name))
 
 
 def other_splitting(contents: Contents) -> Contents:

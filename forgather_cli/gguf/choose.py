@@ -11,15 +11,17 @@ import torch
 
 from forgather_cli.checkpoint.tensors import Weights, write_model_directory
 from forgather_cli.config.schema import DecoderSettings
-from forgather_cli.gguf.architecture import Architecture, Metadata
+from forgather_cli.errors import DataError
+from forgather_cli.gguf.architecture import of_decoder
+from forgather_cli.gguf.layout import Metadata
 from forgather_cli.gguf.reader import llama_cpp
-from forgather_cli.gguf.vocabulary import PHRASES, UNMERGED, likeliest_first, telling_tokenizer
+from forgather_cli.gguf.vocabulary import PHRASES, UNMERGED, likeliest_first, telling_tokenizer, unmerged_token
 from forgather_cli.gguf.write import Contents, write_gguf
 from forgather_cli.models.decoder import Decoder
 
 
-def find_pre_tokenizer(directory: Path) -> str | None:
-    """llama.cpp's name for the splitting of a byte-level BPE in a directory; None where it has none."""
+def find_pre_tokenizer(directory: Path) -> str:
+    """llama.cpp's name for the splitting of a byte-level BPE in a directory. Raises DataError where it has none."""
     telling = telling_tokenizer(directory)
     numbers = telling.get_vocab()
     vocab = sorted(numbers, key=numbers.__getitem__)
@@ -33,20 +35,30 @@ def find_pre_tokenizer(directory: Path) -> str | None:
         "tokenizer.ggml.add_bos_token": False,
     }
     names = list(likeliest_first(model["ignore_merges"]))
-    texts = [*PHRASES, UNMERGED]
+    unmerged = unmerged_token(directory)
+    texts = [*PHRASES, *([] if unmerged is None else [UNMERGED])]
     wanted = [telling.encode(text).ids for text in texts]
+    most = 0
     for start in range(0, len(names), 4):  # a file each: the likeliest first
         some = names[start : start + 4]
-        found = first_that_encodes(common, [{"tokenizer.ggml.pre": name} for name in some], texts, wanted)
+        found, same = first_that_encodes(common, [{"tokenizer.ggml.pre": name} for name in some], texts, wanted)
         if found is not None:
             return some[found]
-    return None
+        most = max(most, same)
+    how = f"splits {texts[most]!r}"
+    if texts[most] == UNMERGED:
+        how = f"{'takes' if model['ignore_merges'] else 'does not take'} {unmerged!r}, which no merges make, whole"
+    raise DataError(
+        f"--gguf: llama.cpp has no pre-tokenizer that {how} as tokenizer.json does; leave --gguf out, or train with "
+        "tokenizer=bpe"
+    )
 
 
 def first_that_encodes(
     common: Metadata, candidates: Sequence[Metadata], texts: list[str], wanted: list[list[int]]
-) -> int | None:
-    """The number of the first candidate with which llama.cpp gives texts the wanted ids. The model is a made-up one."""
+) -> tuple[int | None, int]:
+    """The number of the first candidate with which llama.cpp gives texts the wanted ids, and how many texts from the
+    first on get them at most. The model is a made-up one."""
     tokens = common["tokenizer.ggml.tokens"]
     assert isinstance(tokens, list)
     settings = DecoderSettings(
@@ -57,10 +69,10 @@ def first_that_encodes(
         folder = Path(name)
         shapes = {name: parameter.shape for name, parameter in Decoder(settings).named_parameters()}
         write_model_directory(folder, {name: torch.zeros(shape) for name, shape in shapes.items()})
-        model = Architecture("llama", settings, None)
+        model = of_decoder("llama", settings)
         files = []
         for number, candidate in enumerate(candidates):
             files.append(folder / f"{number}.gguf")
             write_gguf(files[-1], Contents(model, Weights(folder), {**common, **candidate}), "f16")
-        found: int | None = llama_cpp("find", models=list(map(str, files)), texts=texts, wanted=wanted)["found"]
-    return found
+        made = llama_cpp("find", models=list(map(str, files)), texts=texts, wanted=wanted)
+    return made["found"], made["same"]

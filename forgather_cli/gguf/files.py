@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,8 +16,9 @@ from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.finalize.sample import Sample
-from forgather_cli.gguf.architecture import Metadata, architecture_of
+from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.choose import find_pre_tokenizer, first_that_encodes
+from forgather_cli.gguf.layout import Metadata
 from forgather_cli.gguf.modelfile import write_modelfile
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.prove import hard_text, prove, sequences_of
@@ -40,8 +42,10 @@ def write_and_prove(
     """
     tokenizer = load_tokenizer(str(directory), add_bos=add_bos)
     contents = contents_of(directory, tokenizer, stop, general(name, lineage))
-    longest = contents.architecture.settings.max_position_embeddings
+    longest = contents.architecture.context_length
     sequences = sequences_of(sample, longest)
+    if '"NFC"' in json.dumps(read_json_object(directory / "tokenizer.json", DataError).get("normalizer")):
+        say("the tokenizer composes accents (NFC), llama.cpp does not: decomposed text gets other ids there")
     proofs = []
     for kind in types:
         file = directory / f"{name}-{kind.upper()}.gguf"
@@ -65,7 +69,7 @@ def contents_of(directory: Path, tokenizer: Tokenizer, stop: list[int], origin: 
     Raises ModelError and DataError for what has no counterpart.
     """
     architecture = architecture_of(read_json_object(directory / "config.json", ModelError))
-    vocabulary = read_vocabulary(directory, tokenizer, architecture.settings.vocab_size or 0, stop)
+    vocabulary = read_vocabulary(directory, tokenizer, architecture.vocab_size, stop)
     chosen = _choose(directory, vocabulary, tokenizer)
     template = ChatTemplate.of(directory)
     chat: Metadata = {} if template is None else {"tokenizer.chat_template": _plain(template.source)}
@@ -83,20 +87,14 @@ def _choose(directory: Path, vocabulary: GgufVocabulary, tokenizer: Tokenizer) -
     if len(vocabulary.candidates) == 1:
         return vocabulary.candidates[0]
     if vocabulary.model == "gpt2":
-        name = find_pre_tokenizer(directory)
-        if name is None:
-            raise DataError(
-                "--gguf: llama.cpp has no pre-tokenizer that splits a text as tokenizer.json does; leave --gguf "
-                "out, or train with tokenizer=bpe"
-            )
-        return {"tokenizer.ggml.pre": name}
-    texts = hard_text(tokenizer, [])
+        return {"tokenizer.ggml.pre": find_pre_tokenizer(directory)}
+    texts = hard_text([])
     wanted = [tokenizer.encode(text) for text in texts]
-    found = first_that_encodes(vocabulary.metadata, vocabulary.candidates, texts, wanted)
+    found, same = first_that_encodes(vocabulary.metadata, vocabulary.candidates, texts, wanted)
     if found is None:
         raise DataError(
-            "--gguf: llama.cpp does not encode a text as tokenizer.json does, however spaces are treated; leave --gguf "
-            "out, or train with tokenizer=bpe"
+            f"--gguf: llama.cpp does not encode {texts[same][:40]!r} as tokenizer.json does, however spaces are "
+            "treated; leave --gguf out, or train with tokenizer=bpe"
         )
     return vocabulary.candidates[found]
 

@@ -9,6 +9,7 @@ an address of this machine.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import sys
@@ -74,14 +75,18 @@ class LlamaCpp:
 
 
 def find(models: list[str], texts: list[str], wanted: list[list[int]]) -> dict[str, Any]:
-    """The number of the first file that encodes the texts as wanted; None where none does."""
-    alive = []  # a server that ends may wait forever (xllamacpp 2026.10)
+    """The number of the first file that encodes the texts as wanted, None where none does; and how many texts are
+    encoded so from the first on, at most."""
+    alive, most = [], 0  # a server that ends may wait forever (xllamacpp 2026.10)
     for number, model in enumerate(models):
         with contextlib.suppress(RuntimeError, urllib.error.URLError):  # a name that this llama.cpp does not know
             alive.append(reader := LlamaCpp(model, 64))
-            if all(reader.encode(text) == ids for text, ids in zip(texts, wanted, strict=True)):
-                return {"found": number}
-    return {"found": None}
+            equal = (reader.encode(text) == ids for text, ids in zip(texts, wanted, strict=True))
+            same = sum(1 for _ in itertools.takewhile(bool, equal))
+            if same == len(texts):
+                return {"found": number, "same": same}
+            most = max(most, same)
+    return {"found": None, "same": most}
 
 
 def measure(

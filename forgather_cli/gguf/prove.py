@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from forgather_cli.checkpoint.tensors import spec_of
 from forgather_cli.data.chat.template import ChatTemplate
@@ -28,13 +29,14 @@ from forgather_cli.finalize.plain_transformers import in_fp32
 from forgather_cli.finalize.sample import BUILT_IN, Sample
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.reader import llama_cpp, version
-from forgather_cli.gguf.vocabulary import PHRASES
+from forgather_cli.gguf.vocabulary import PHRASES, added_tokens
 from forgather_cli.gguf.write import rounded, stored_type
 from forgather_cli.inference.source import Located, load_located
 from forgather_cli.loss import model_logits
 
 NUM_PREFIXES = 256
 _LIKELY = 1e-4  # tokens that are compared have at least this probability
+_BEST = 64  # or are among so many: of a large vocabulary an untrained model finds none likely
 BOUNDS: dict[GgufType, float] = {"f32": 1e-3, "f16": 5e-2, "bf16": 5e-2, "q8_0": 5e-2}
 """How far a log-probability may be from the source's; more where the reader's own rounding is larger."""
 RATIO_BOUND = 1.02
@@ -75,7 +77,16 @@ def expect(directory: Path, sequences: list[list[int]], kind: GgufType) -> Expec
     """Measure the model in a directory, which is not in memory afterwards."""
     source = load_located(Located(directory, None, None), dtype=None)
 
+    theirs = getattr(source.model, "theirs", None)
+    if theirs is not None:  # products of one expert each, whose inputs can be rounded
+        theirs.set_experts_implementation("eager")
+    turned = {
+        m.get_parameter("weight").data_ptr() for m in source.model.modules() if type(m).__name__ == "Conv1D"
+    }  # GPT-2's
+
     def stored(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() in turned:
+            return rounded(tensor.t(), _type_of(tensor.t(), kind)).t().to(tensor.device)
         return rounded(tensor, _type_of(tensor, kind)).to(tensor.device)
 
     def log_probs() -> Tensor:
@@ -90,8 +101,8 @@ def expect(directory: Path, sequences: list[list[int]], kind: GgufType) -> Expec
         exact = log_probs()
     with in_fp32(source.model, stored):
         with_stored = log_probs()
-        with _inputs_rounded(source.model, kind):
-            inexact = log_probs() if kind != "f32" else with_stored
+        with _as_the_reader_rounds(source.model, kind):
+            inexact = log_probs()
     targets = torch.tensor([token for ids in sequences for token in (*ids[1:], -1)])
     return Expected(exact, with_stored, inexact, targets)
 
@@ -100,26 +111,43 @@ def _type_of(tensor: Tensor, kind: GgufType) -> GgufType:
     return stored_type(spec_of("", tensor.dtype, tuple(tensor.shape)), kind)
 
 
-@contextlib.contextmanager
-def _inputs_rounded(model: nn.Module, kind: GgufType) -> Iterator[None]:
+class _InputsRounded(TorchFunctionMode):
     """Inside, what a matrix is multiplied with is rounded to the matrix's type first, as llama.cpp does on a CPU."""
 
-    def round_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return (rounded(args[0], _type_of(args[0], kind)).to(args[0].device), *args[1:])
+    def __init__(self, kind: GgufType) -> None:
+        super().__init__()
+        self._kind = kind
 
-    products = [module for module in model.modules() if isinstance(module, nn.Linear)]
-    handles = [module.register_forward_pre_hook(round_input) for module in products]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            args = (self._round(args[0]), *args[1:])
+        elif func is torch.addmm:  # GPT-2's Conv1D
+            args = (args[0], self._round(args[1]), *args[2:])
+        return func(*args, **(kwargs or {}))
+
+    def _round(self, inputs: Tensor) -> Tensor:
+        return rounded(inputs, _type_of(inputs, self._kind)).to(inputs.device)
+
+
+@contextlib.contextmanager
+def _as_the_reader_rounds(model: nn.Module, kind: GgufType) -> Iterator[None]:
+    """Inside, products get rounded inputs, and GELU is looked up in llama.cpp's table, which is one of fp16."""
+
+    def look_up(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return F.gelu(args[0].half().float(), approximate="tanh").half().float()
+
+    handles = [m.register_forward_hook(look_up) for m in model.modules() if "gelu" in type(m).__name__.lower()]
     try:
-        yield
+        with _InputsRounded(kind):
+            yield
     finally:
         for handle in handles:
             handle.remove()
 
 
-def hard_text(tokenizer: Tokenizer, special: list[int]) -> list[str]:
+def hard_text(tokens: Iterable[str]) -> list[str]:
     """What llama.cpp is to encode as the tokenizer does: code, emoji, spaces, newlines, special tokens."""
-    tokens = [tokenizer.decode([number]) for number in special[:8]]
-    spelled = [f"before{token} after\n{token}" for token in tokens]
+    spelled = [f"before{token} after\n{token}word {token}" for token in tokens]
     return [BUILT_IN, "".join(PHRASES), *PHRASES, *spelled]
 
 
@@ -132,8 +160,12 @@ def prove(
     """
     expected = expect(directory, sequences, kind)
     likely = expected.stored > math.log(_LIKELY)
+    best = expected.stored.topk(min(_BEST, likely.shape[1]))
+    likely.scatter_(1, best.indices, True)
     special = list(dict.fromkeys([*stop, *getattr(tokenizer, "all_special_ids", [])]))
-    texts = hard_text(tokenizer, special)
+    texts = hard_text(
+        dict.fromkeys([*map(tokenizer.decode, ([n] for n in special[:8])), *added_tokens(directory)[:24]])
+    )
     template = ChatTemplate.of(directory)
     made = llama_cpp(
         "measure",

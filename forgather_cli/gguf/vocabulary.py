@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError
-from forgather_cli.gguf.architecture import Metadata
+from forgather_cli.gguf.layout import Metadata
 
 if TYPE_CHECKING:
     import tokenizers
@@ -38,7 +38,7 @@ PRE_TOKENIZERS = (
 """llama.cpp's names of pre-tokenizers that split in different ways; where it has several for one, the oldest."""
 
 UNMERGED = "jkv"
-"""A word of the vocabulary that only who ignores merges comes to."""
+"""A word of a made-up vocabulary that no merges make: only who ignores merges comes to it."""
 PHRASES = (
     "It's here,", "they're", "THERE'S I'D", "we'll, I've", "Hello World", "x=12345+6", "789.0 22nd", "4444 55555",
     "a1b22c333", "f(x):\n    re", "x**2  # ok\n", "\n\n\tif  not", "  two  spa", "es   three", "\t\tand\n\n\n",
@@ -222,3 +222,25 @@ def telling_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     )
     telling.pre_tokenizer = own.pre_tokenizer
     return telling
+
+
+def unmerged_token(directory: Path) -> str | None:
+    """The first token of a byte-level BPE that its merges do not make; without one it is all the same whether it
+    ignores them."""
+    from tokenizers import Tokenizer
+
+    model: Any = Tokenizer.from_file(str(directory / "tokenizer.json")).model
+    document = read_json_object(directory / "tokenizer.json", DataError, None)
+    model.ignore_merges = False
+    added = {entry["content"] for entry in document.get("added_tokens") or []}
+    return next(
+        (token for token in document["model"]["vocab"] if token not in added and len(model.tokenize(token)) > 1), None
+    )
+
+
+def added_tokens(directory: Path) -> list[str]:
+    """Of tokenizer.json, those first that take the blanks beside them or are words of their own alone."""
+    path = directory / "tokenizer.json"
+    found = read_json_object(path, DataError, None).get("added_tokens") or [] if path.is_file() else []
+    flags = ("lstrip", "rstrip", "single_word", "normalized")
+    return [entry["content"] for entry in sorted(found, key=lambda entry: -sum(bool(entry.get(key)) for key in flags))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from forgather_cli.checkpoint.format import TensorSpec
 from forgather_cli.checkpoint.tensors import Weights
 from forgather_cli.errors import ModelError
-from forgather_cli.gguf.architecture import Architecture, Metadata, TensorEntry, Value
+from forgather_cli.gguf.layout import Architecture, Metadata, TensorEntry, Value
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
 from forgather_cli.terminal.bars import Bar
 
@@ -61,12 +61,6 @@ def rounded(tensor: Tensor, kind: GgufType) -> Tensor:
     return made.reshape(tensor.shape)
 
 
-def paired(tensor: Tensor, heads: int) -> Tensor:
-    """Rows (H D, ...) with those that are rotated together, (i, i + D / 2) of each head, side by side."""
-    halves = tensor.reshape(heads, 2, len(tensor) // heads // 2, *tensor.shape[1:])
-    return halves.transpose(1, 2).reshape(tensor.shape)
-
-
 @dataclass(frozen=True)
 class Contents:
     """All that a file is made of."""
@@ -77,29 +71,36 @@ class Contents:
     """Beside the architecture's: general, tokenizer."""
 
     def specs(self) -> Iterator[tuple[TensorEntry, TensorSpec]]:
-        """The tensors with the shapes of their rows in torch's order."""
+        """The tensors with the shapes they have in the file, in torch's order."""
         for entry in self.architecture.entries(self.weights.names):
-            if entry.source:
-                yield entry, self.weights.spec(entry.source)
-            else:
+            if not entry.sources:
                 yield entry, TensorSpec(entry.name, "F32", (len(self.architecture.rope_factors or []),))
+                continue
+            spec = self.weights.spec(entry.sources[0])
+            if entry.change is not None:
+                spec = replace(spec, shape=tuple(entry.change(torch.empty(spec.shape, device="meta")).shape))
+            if len(entry.sources) > 1:
+                spec = replace(spec, shape=(len(entry.sources), *spec.shape))
+            yield entry, spec
 
     def num_bytes(self, wanted: GgufType) -> int:
         """Of the file, nearly: a vocabulary has some 50 bytes a token."""
         each = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
         tensors = sum(each[stored_type(spec, wanted)] * spec.num_elements + _TAIL for _, spec in self.specs())
-        return int(tensors) + 50 * (self.architecture.settings.vocab_size or 0)
+        return int(tensors) + 50 * self.architecture.vocab_size
 
     def pieces(self, entry: TensorEntry, spec: TensorSpec, kind: GgufType) -> Iterator[NDArray[Any]]:
         """A tensor's numbers as they lie in the file, some rows at a time."""
-        if not entry.source:
+        if not entry.sources:
             yield np.array(self.architecture.rope_factors, np.float32)
-        elif entry.pairs:
-            yield quantized(paired(self.weights.read(entry.source), entry.pairs), kind)
-        else:
-            rows = max(1, _AT_ONCE * spec.num_rows // max(spec.num_elements, 1))
-            for start in range(0, spec.num_rows, rows):
-                yield quantized(self.weights.read(entry.source, start, start + rows), kind)
+        for source in entry.sources:
+            stored = self.weights.spec(source)
+            rows = max(1, _AT_ONCE * stored.num_rows // max(stored.num_elements, 1))
+            if entry.change is not None and len(stored.shape) < 3:
+                rows = stored.num_rows
+            for start in range(0, stored.num_rows, rows):
+                tensor = self.weights.read(source, start, start + rows)
+                yield quantized(tensor if entry.change is None else entry.change(tensor).contiguous(), kind)
 
 
 def write_gguf(path: Path, contents: Contents, wanted: GgufType) -> None:
@@ -108,7 +109,7 @@ def write_gguf(path: Path, contents: Contents, wanted: GgufType) -> None:
 
     writer = gguf.GGUFWriter(path, contents.architecture.name)
     own = {"general.file_type": int(gguf.LlamaFileType[GGUF_TYPES[wanted]]), "general.quantization_version": 2}
-    for key, value in {**own, **contents.architecture.metadata(), **contents.metadata}.items():
+    for key, value in {**own, **contents.architecture.metadata, **contents.metadata}.items():
         _add(writer, key, value)
     tensors = []
     for entry, spec in contents.specs():

@@ -8,9 +8,7 @@ from typing import Any
 
 import finalized
 import pytest
-import torch
 from finalized import model_directory, refused
-from gguf_files import STOP, byte_level, made
 from program import document, forgather
 
 from forgather_cli.data.chat.template import CHATML
@@ -61,21 +59,6 @@ def test_a_chat_model_of_bytes(run: Path, capsys: pytest.CaptureFixture[str]) ->
         assert theirs[name] == pytest.approx(ours[name], rel=1e-2)
     assert forgather("eval", "out/notes/notes-Q8_0.gguf", *data[:2], "data.seq_len=32") == 2
     assert "data.seq_len: the model in out/notes/notes-Q8_0.gguf takes 16 tokens, got 32" in capsys.readouterr().err
-
-
-def test_transformers_reads_the_same(tmp_path: Path) -> None:
-    """Its own GGUF loader, where it knows the architecture."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    byte_level(tmp_path / "model")
-    model = made(tmp_path / "model", STOP, num_key_value_heads=1)
-    write_gguf(tmp_path / "file.gguf", model.contents, "f32")
-    config = AutoConfig.from_pretrained(tmp_path / "model")
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="file.gguf", config=config)
-    ids = torch.arange(3, 60)[None]
-    with torch.no_grad():
-        wanted = finalized.theirs(tmp_path / "model")(ids).logits
-        torch.testing.assert_close(theirs(ids).logits, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_file_that_is_another_model_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

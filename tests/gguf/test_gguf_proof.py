@@ -6,17 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import finalized
 import gguf_files
 import pytest
-from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, made, sentencepiece
+import torch
+from gguf_families import FAMILIES, made_by_transformers
+from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, edit_tokenizer, made, sentencepiece
 
 from forgather_cli.config.schema import RopeScaling
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofError
+from forgather_cli.finalize.plain_transformers import in_fp32
 from forgather_cli.gguf.architecture import architecture_of
+from forgather_cli.gguf.choose import find_pre_tokenizer
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
 from forgather_cli.gguf.vocabulary import read_vocabulary
-from forgather_cli.gguf.write import Contents
+from forgather_cli.gguf.write import Contents, rounded, write_gguf
 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.5)
 IN_LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
@@ -36,7 +41,9 @@ def llama3(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(directory, STOP, head_dim=32, num_key_value_heads=1, rope_theta=500000.0, rope_scaling=IN_LLAMA3)
 
 
-@pytest.mark.parametrize("kind", GGUF_TYPES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in ("f16", "bf16") else ()) for kind in GGUF_TYPES]
+)
 def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_path: Path) -> None:
     file = tmp_path / "file.gguf"
     proof = llama3.prove(file, kind)
@@ -59,11 +66,50 @@ def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_p
 @pytest.mark.parametrize("shape", SHAPES)
 def test_other_shapes(shape: str, tmp_path: Path) -> None:
     byte_level(tmp_path / "model", QWEN2)
+    edit_tokenizer(tmp_path / "model", lambda document: document.update(normalizer={"type": "NFC"}))  # as Qwen's
     model = made(tmp_path / "model", STOP, **SHAPES[shape])
     assert model.contents.metadata["tokenizer.ggml.pre"] == "qwen2"
     assert model.prove(tmp_path / "file.gguf", "f32")["max_log_prob_difference"] <= 1e-3
     with pytest.raises(ProofError, match="a log-probability differs by"):
         model.prove(tmp_path / "file.gguf", "q8_0", gguf_files.rope_base)
+
+
+@pytest.mark.parametrize("shape", ["llama3", "mistral", "qwen2", "qwen3"])
+def test_transformers_reads_the_same(shape: str, llama3: Made, tmp_path: Path) -> None:
+    """Its own GGUF loader computes what the source computes with the weights that lie in the file."""
+    from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+    model = llama3
+    if shape != "llama3":
+        byte_level(tmp_path / "model", QWEN2)
+        model = made(tmp_path / "model", STOP, **SHAPES[shape])
+    write_gguf(tmp_path / "file.gguf", model.contents, "q8_0")
+    config = AutoConfig.from_pretrained(model.directory)  # it would take Qwen3's head_dim and rope scaling for others
+    if shape == "mistral":  # whose names it has for Llama alone
+        config = LlamaConfig(**config.to_dict())
+    reads = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="file.gguf", config=config)
+    source = finalized.theirs(model.directory)
+    ids = torch.tensor([model.tokenizer.encode("".join(gguf_files.TEXTS))[:96]])
+    with torch.no_grad(), in_fp32(source, lambda tensor: rounded(tensor, "f32" if tensor.dim() < 2 else "q8_0")):
+        torch.testing.assert_close(reads(ids).logits, source(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+USED_MOST = ("gemma3_text", "gpt2", "qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in USED_MOST else pytest.mark.full) for name in FAMILIES]
+)
+def test_families_of_transformers(family: str, tmp_path: Path) -> None:
+    model = made_by_transformers(tmp_path / "model", family)
+    proof = model.prove(tmp_path / "file.gguf", "f32")
+    # what is beyond is the rounding in llama.cpp's GELU
+    assert proof["max_difference_beside_rounding"] < 1e-3
+    for change in (gguf_files.shifted, gguf_files.rope_base)[: 1 if family == "gpt2" else 2]:
+        with pytest.raises(ProofError, match="a log-probability differs by") as found:
+            model.prove(tmp_path / "file.gguf", "f32", change)
+        assert float(str(found.value).split("differs by ")[1].split(",")[0]) > 10 * proof["bound"]
+    model.prove(tmp_path / "file.gguf", "q8_0")
 
 
 CHAT = (
@@ -98,12 +144,19 @@ def test_sentencepiece(kind: str, tmp_path: Path) -> None:
 SMALL = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "max_position_embeddings": 64}
 REFUSED: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"is_encoder_decoder": True},
-    "unsupported architecture 'gpt_neo'": {"model_type": "gpt_neo"},
+    "a model of the type gpt_neo": {"model_type": "gpt_neo"},
     r"a sliding window \(32 of 64 positions\)": {"model_type": "mistral", "sliding_window": 32},
     "rope type dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
     "rope type llama3": {"model_type": "qwen3", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
     "truncate=false": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
     "a bias of the attention": {"model_type": "qwen3", "attention_bias": True},
+    "attention_bias=True": {"model_type": "olmo2", "attention_bias": True},
+    "norm_topk_prob=False": {"model_type": "qwen3_moe", "norm_topk_prob": False},
+    "such layer_types": {"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26},
+    "query_pre_attn_scalar=100": {"model_type": "gemma3_text", "query_pre_attn_scalar": 100},
+    "such no_rope_layers": {"model_type": "smollm3", "no_rope_layer_interval": 3},
+    "the rope type yarn": {"model_type": "olmo2", "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+    "activation_function='relu'": {"model_type": "gpt2", "activation_function": "relu"},
 }
 
 
@@ -115,8 +168,50 @@ def test_what_has_no_counterpart_is_named(named: str) -> None:
 
 def test_a_splitting_that_llama_cpp_does_not_have(tmp_path: Path) -> None:
     byte_level(tmp_path / "model", r"\p{L}+|\p{N}{1,2}|[^\p{L}\p{N}]+")
-    with pytest.raises(DataError, match="no pre-tokenizer that splits a text"):
+    with pytest.raises(DataError, match='no pre-tokenizer that splits "It\'s here," as'):
         made(tmp_path / "model", STOP)
+
+
+def test_merges_that_are_ignored(tmp_path: Path) -> None:
+    """llama.cpp does so with some splittings alone; it counts where a token of the vocabulary is made by no merges."""
+    byte_level(tmp_path, QWEN2, ignore_merges=True)
+    assert find_pre_tokenizer(tmp_path) == "qwen2"
+    edit_tokenizer(
+        tmp_path, lambda document: document["model"]["vocab"].update(zqzq=load_tokenizer(str(tmp_path)).vocab_size)
+    )
+    with pytest.raises(DataError, match="takes 'zqzq', which no merges make, whole"):
+        find_pre_tokenizer(tmp_path)
+
+
+def test_a_token_that_takes_the_blank_before_it(tmp_path: Path) -> None:
+    byte_level(tmp_path / "model", QWEN2)
+    edit_tokenizer(tmp_path / "model", lambda document: document["added_tokens"][0].update(lstrip=True))
+    with pytest.raises(ProofError, match=r"llama.cpp encodes 'before<\|begin\|> after"):
+        made(tmp_path / "model", STOP).prove(tmp_path / "file.gguf", "f32", length=4)
+
+
+@pytest.mark.full
+def test_a_large_vocabulary(tmp_path: Path) -> None:
+    """An untrained model has no likely token among 33,000; 256 reserved ones, as Llama 3's."""
+    byte_level(tmp_path / "model")
+
+    def grow(document: Any) -> None:
+        vocab, added = document["model"]["vocab"], document["added_tokens"]
+        letters = sorted(token for token in vocab if len(token) == 1)[:181]
+        pairs = [(a, b) for a in letters for b in letters if a + b not in vocab]
+        document["model"]["merges"] += pairs
+        vocab.update({a + b: len(vocab) + number for number, (a, b) in enumerate(pairs)})
+        added += [{**added[0], "content": f"<|reserved_{number}|>"} for number in range(256)]
+        for number, entry in enumerate(added, len(vocab)):
+            entry["id"] = number
+
+    edit_tokenizer(tmp_path / "model", grow)
+    model = made(tmp_path / "model", [*STOP, "<|reserved_0|>"], initializer_range=0.02)
+    assert model.tokenizer.vocab_size > 32000
+    proof = model.prove(tmp_path / "file.gguf", "q8_0")
+    assert proof["log_probs_compared"] >= 64 * 96
+    with pytest.raises(ProofError, match="a log-probability differs by"):
+        model.prove(tmp_path / "file.gguf", "q8_0", gguf_files.shifted)
 
 
 def test_no_end_at_all(tmp_path: Path) -> None:
