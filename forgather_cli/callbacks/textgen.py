@@ -102,7 +102,7 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
             self._write([printable(text) for text in completions], state.global_step, add_text)
 
     def _write(self, completions: list[str], step: int, add_text: AddText) -> None:
-        self.run.samples.parent.mkdir(parents=True, exist_ok=True)
+        self.run.samples.parent.mkdir(exist_ok=True)
         pairs = list(zip(self.prompts, completions, strict=True))
         text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
         record = _HEADER.sub(rb" \g<0>", text.encode(errors="replace"))  # by which records are told apart

@@ -163,7 +163,14 @@ class Publication:
         self.target.parent.mkdir(exist_ok=True)  # not its parents: a run directory that was removed stays so
         temporary.mkdir()
         (temporary / "model").mkdir()
+        ours = (temporary / "model").stat()
         self._write_model_files(temporary / "model")  # config.json, tokenizer and the like
+        if not os.path.samestat(ours, (temporary / "model").stat()):  # who saves a tokenizer makes what is not there
+            remove(temporary)
+            with suppress(OSError):
+                self.target.parent.rmdir()
+                self.target.parent.parent.rmdir()
+            raise SaveError(f"{self.target.parent.parent}: was removed or moved")
         for path in sorted(path for path in (temporary / "model").rglob("*") if path.is_file()):
             files.sync_file(path)
             size = path.stat().st_size

@@ -172,6 +172,7 @@ def _stream(option: HfSettings | InstructSettings, cache: Cache, seed: int, mode
         parts += documents.rules
     else:
         tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
+        tokenizer.prepare(())
         documents = TextDocuments(option, tokenizer)
         if tokenizer.prefix_tokens:
             description["rules"] = _PREFIX_RULES
@@ -202,6 +203,7 @@ def _denoised(option: Ul2Settings, cache: Cache, seed: int, num_sentinels: int) 
         from forgather_cli.data.text.token_stream import TextDocuments, TokenStream
 
         base = load_tokenizer(option.tokenizer, add_bos=inner.add_bos)
+        base.prepare(())
         identity, description = stream_identity(inner), description | origin_of(inner)
         for name, source in zip(SPLITS, open_datasets(inner, cache), strict=True):
             if source is not None:

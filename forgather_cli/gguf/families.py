@@ -37,6 +37,7 @@ class GgufFamily:
 
 
 _SILU = {"hidden_act": "silu"}
+_NO_BIAS: dict[str, Any] = {"attention_bias": False}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN_EXPERTS = {**_EXPERTS, "expert_feed_forward_length": "moe_intermediate_size"}
 _ALL_EXPERTS: dict[str, Any] = {**_SILU, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -50,6 +51,7 @@ HF_FAMILIES = {
         changes=dict.fromkeys(_GEMMA_NORMS, _plus_one),
         keys={"attention.sliding_window": "sliding_window"},
         only={
+            **_NO_BIAS,
             "hidden_activation": "gelu_pytorch_tanh",
             "final_logit_softcapping": None,
             "attn_logit_softcapping": None,
@@ -68,9 +70,11 @@ HF_FAMILIES = {
         },
     ),
     "gpt_neox": GgufFamily(
-        "gptneox", keys={"use_parallel_residual": "use_parallel_residual"}, only={"hidden_act": "gelu"}
+        "gptneox",
+        keys={"use_parallel_residual": "use_parallel_residual"},
+        only={"hidden_act": "gelu", "attention_bias": True, "tie_word_embeddings": False},
     ),
-    "olmo2": GgufFamily("olmo2", only=_SILU),
+    "olmo2": GgufFamily("olmo2", only={**_SILU, **_NO_BIAS}),
     "granite": GgufFamily(
         "granite",
         has_pairs=True,
@@ -82,21 +86,23 @@ HF_FAMILIES = {
         },
         only=_SILU,
     ),
-    "smollm3": GgufFamily("smollm3", has_pairs=True, only=_SILU),
-    "qwen3_moe": GgufFamily("qwen3moe", keys=_QWEN_EXPERTS, only={**_ALL_EXPERTS, "norm_topk_prob": True}),
+    "smollm3": GgufFamily("smollm3", has_pairs=True, only={**_SILU, **_NO_BIAS, "mlp_bias": False}),
+    "qwen3_moe": GgufFamily("qwen3moe", keys=_QWEN_EXPERTS, only={**_ALL_EXPERTS, **_NO_BIAS, "norm_topk_prob": True}),
     "qwen2_moe": GgufFamily(
         "qwen2moe",
         keys={**_QWEN_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
         only={**_ALL_EXPERTS, "norm_topk_prob": False},
     ),
-    "olmoe": GgufFamily("olmoe", keys=_EXPERTS, only={**_SILU, "norm_topk_prob": False, "clip_qkv": None}),
+    "olmoe": GgufFamily("olmoe", keys=_EXPERTS, only={**_SILU, **_NO_BIAS, "norm_topk_prob": False, "clip_qkv": None}),
     "mixtral": GgufFamily("llama", has_pairs=True, keys=_EXPERTS, only=_SILU),
     "stablelm": GgufFamily(
         "stablelm", keys={"use_parallel_residual": "use_parallel_residual"}, only={**_SILU, "qk_layernorm": False}
     ),
     "phi": GgufFamily("phi2", only={"hidden_act": "gelu_new", "qk_layernorm": False}),
-    "starcoder2": GgufFamily("starcoder2", only={"hidden_act": "gelu_pytorch_tanh"}),
-    "cohere": GgufFamily("command-r", keys={"logit_scale": "logit_scale"}, only={**_SILU, "use_qk_norm": False}),
+    "starcoder2": GgufFamily("starcoder2", only={"hidden_act": "gelu_pytorch_tanh", "use_bias": True}),
+    "cohere": GgufFamily(
+        "command-r", keys={"logit_scale": "logit_scale"}, only={**_SILU, **_NO_BIAS, "use_qk_norm": False}
+    ),
 }
 """By model_type."""
 

@@ -3,8 +3,11 @@
     python scripts/bench/tokenizing.py [--processes 2] [--bytes-mb 768] [--bpe-mb 64] [--rounds 3] [--json]
 
 The ways take turns, each in a process of its own, and what counts is the ratio of their medians: two processes at least
-1.7 times one. Hashing the content and training the BPE are done before. One process with the tokenizer library's own
-threads (what ``data.tokenize_processes=1`` gives) stands beside.
+1.7 times one. Hashing the content and training the BPE are done before. One process that leaves the
+tokenizer library its threads (as ``data.tokenize_processes=1`` does) stands beside.
+
+Then one core alone: documents as lines of jsonl become tokens on disk word by word, by the tokenizer library, and by
+``datasets`` with transformers. What counts is processor time: at least five times the others' MB per second.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from forgather_cli.config.schema import PythonStdlibSettings
 from forgather_cli.data.cache import Cache
@@ -40,6 +45,33 @@ tokenize_corpus(corpus, tokenizer, cache, processes=processes)
 print(time.perf_counter() - start)
 """
 
+_ONE_CORE = """
+import sys, time
+path, directory, way, cache = sys.argv[1:]
+if way == "datasets":
+    from datasets import load_dataset
+    from transformers import AutoTokenizer
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    documents = load_dataset("json", data_files=path, split="train", cache_dir=cache)
+    start = time.process_time()
+    ids = documents.map(lambda rows: {"ids": tokenizer(rows["text"])["input_ids"]}, batched=True, remove_columns="text")
+    print(time.process_time() - start)
+else:
+    from forgather_cli.config.schema import TextSettings
+    from forgather_cli.data.cache import Cache
+    from forgather_cli.data.text.corpus import find_corpus
+    from forgather_cli.data.text.tokenize import tokenize_corpus
+    from forgather_cli.data.text.tokenizer import FileTokenizer, load_tokenizer
+    if way == "library":
+        FileTokenizer.prepare = lambda self, texts: None
+    corpus, tokenizer = find_corpus(TextSettings(files=[path], eval_fraction=0.0)), load_tokenizer(directory)
+    corpus.fingerprint(Cache(cache))
+    tokenizer.encode("x")
+    start = time.process_time()
+    tokenize_corpus(corpus, tokenizer, Cache(cache), processes=1)
+    print(time.process_time() - start)
+"""
+
 
 def main() -> None:
     args = arguments()
@@ -49,7 +81,10 @@ def main() -> None:
         text = b"".join(each.path.read_bytes() for each in source.files)
         trained_bpe(source, 4096, Cache(folder))
         (bpe,) = Path(folder, "tokenizers").iterdir()
+        results |= one_core(Path(folder), bpe, args)
         for name, tokenizer, size in (("bytes", "bytes", args.bytes_mb), ("bpe", str(bpe), args.bpe_mb)):
+            if not size:
+                continue
             texts = written(Path(folder, name), text, size * 1_000_000)
             results |= compared(name, texts, tokenizer, size, args)
     report(results, as_json=args.json)
@@ -60,6 +95,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--bytes-mb", type=int, default=768, help="corpus that is encoded as bytes")
     parser.add_argument("--bpe-mb", type=int, default=64, help="corpus that is encoded with a BPE of 4096 tokens")
+    parser.add_argument("--core-mb", type=int, default=32, help="sources that one core encodes, no two the same")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
@@ -91,12 +127,38 @@ def compared(name: str, texts: Path, tokenizer: str, size: int, args: argparse.N
     }
 
 
+def one_core(folder: Path, tokenizer: Path, args: argparse.Namespace) -> dict[str, float]:
+    """MB per second of processor time, of each way, from Python's sources and those of the packages installed."""
+    roots = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "purelib")]
+    size, path = 0, folder / "sources.jsonl"
+    with path.open("w", encoding="utf-8") as handle:
+        for source in (each for root in roots for each in sorted(root.rglob("*.py"))):
+            text = source.read_text(encoding="utf-8", errors="replace")
+            if text and size < args.core_mb * 1_000_000:
+                size += len(text.encode())
+                handle.write(json.dumps({"text": text}) + "\n")
+    seconds: dict[str, list[float]] = {way: [] for way in ("words", "library", "datasets")}
+    for _ in range(args.rounds):
+        for way, each in seconds.items():
+            with tempfile.TemporaryDirectory(dir=folder) as cache:
+                each.append(python(_ONE_CORE, path, tokenizer, way, cache, threads="1"))
+    median = {way: statistics.median(each) for way, each in seconds.items()}
+    speeds = {f"one core, {way} (MB/s)": size / 1e6 / each for way, each in median.items()}
+    ratios = {f"one core, words over {way}": median[way] / median["words"] for way in ("library", "datasets")}
+    return speeds | ratios
+
+
+def python(code: str, *arguments: Any, threads: str) -> float:
+    """The number that a program prints last."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    environ = os.environ | {"RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": str(threads != "1").lower()}
+    return float(subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[-1])
+
+
 def run(texts: Path, tokenizer: str, processes: int, threads: str) -> float:
     """Seconds from known content to a published token cache."""
     with tempfile.TemporaryDirectory(dir=texts.parent) as root:
-        command = [sys.executable, "-c", _RUN, str(texts), tokenizer, str(processes), root]
-        environ = os.environ | {"RAYON_NUM_THREADS": threads}
-        return float(subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout)
+        return python(_RUN, texts, tokenizer, processes, root, threads=threads)
 
 
 def report(results: dict[str, float], *, as_json: bool) -> None:

@@ -347,3 +347,16 @@ def test_writers_killed_at_random_moments_leave_whole_checkpoints(tmp_path: Path
     assert {line.split()[0] for line in job.lines} == {"killed", "reached"}
     assert job.lines.count("killed in a save") >= 1
     assert int(job.lines[-1].split()[-1]) >= 8
+
+
+def test_a_run_directory_that_is_moved_while_a_save_begins_is_not_made_anew(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    saving.saved_run(root, 1)
+
+    def saved(directory: Path) -> None:
+        root.rename(tmp_path / "elsewhere")
+        directory.mkdir(parents=True, exist_ok=True)  # as transformers' tokenizers do
+        saving.write_model_files(directory)
+
+    assert not saving.save(saving.checkpointer(root), 2, write_model_files=saved)
+    assert not root.exists()

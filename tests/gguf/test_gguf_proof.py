@@ -171,6 +171,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "rope type llama3": {"model_type": "qwen3", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
     "truncate=false": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
     "a bias of the attention": {"model_type": "qwen3", "attention_bias": True},
+    "attention_bias=True": {"model_type": "olmo2", "attention_bias": True},
     "norm_topk_prob=False": {"model_type": "qwen3_moe", "norm_topk_prob": False},
     "such layer_types": {"model_type": "gemma3_text", "layer_types": ["full_attention"] * 26},
     "query_pre_attn_scalar=100": {"model_type": "gemma3_text", "query_pre_attn_scalar": 100},

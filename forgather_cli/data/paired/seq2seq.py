@@ -77,6 +77,7 @@ def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) 
 
     def write(directory: Path) -> Meta:
         damage, dtype = Damage(), dtype_of(tokenizer.vocab_size)
+        tokenizer.prepare(())
         meter = Meter(cache.progress, sum(source.path.stat().st_size for source in (*train, *held_out)))
         of_eval = _read(option, held_out, damage, len(train))
         pairs = with_splits(_read(option, train, damage, 0), of_eval, eval_fraction)

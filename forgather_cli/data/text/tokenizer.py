@@ -9,6 +9,7 @@ import bisect
 import hashlib
 import itertools
 import json
+import logging
 import re
 import shutil
 from collections.abc import Iterable, Sequence
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from forgather_cli.data.text.piecewise import HARD, NotPiecewiseError, PiecewiseEncoder, byte_letters
 from forgather_cli.documents.regular_files import read_bytes, read_json_object
 from forgather_cli.errors import DataError
 
@@ -32,6 +34,7 @@ Marked = tuple[NDArray[Any], NDArray[np.bool_]]
 END = "<|endoftext|>"
 _NUM_BYTES = 256
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
+_log = logging.getLogger(__name__)
 _PIECE = 1_000_000  # characters
 _AT_ONCE = 4_000_000  # characters; the library keeps some 100 bytes per token in memory
 # what a Hugging Face tokenizer directory may hold (transformers 5.23, tokenization_utils_base.py)
@@ -83,6 +86,9 @@ class Tokenizer(Protocol):
 
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Ids of texts alone as arrays of unsigned integers: the fast way for a corpus."""
+
+    def prepare(self, texts: Iterable[str]) -> None:
+        """Get ``encode_arrays`` ready for a corpus, of which these are some texts, or say why it will be slow."""
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
         """Ids of texts, and which of them stand in the spans of characters given for each text, in order.
@@ -202,6 +208,9 @@ class ByteTokenizer:
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         return [self._encode(text, ())[0] for text in texts]
 
+    def prepare(self, texts: Iterable[str]) -> None:
+        pass
+
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
         return [self._encode(text, marks) for text, marks in zip(texts, spans, strict=True)]
 
@@ -255,7 +264,7 @@ class ByteTokenizer:
         import tokenizers
         from tokenizers import decoders, models, pre_tokenizers
 
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=_byte_letters(), merges=[]))
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=byte_letters(), merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
         add_special_tokens(tokenizer, (END, *self._added))
@@ -288,6 +297,7 @@ class FileTokenizer:
             raise DataError(f"data.tokenizer: cannot read {path} ({error})") from error
         self._tokenizer.no_truncation()  # a corpus is not cut to the length the file was saved with
         self._tokenizer.no_padding()
+        self._piecewise: PiecewiseEncoder | None = None
         self._directory = directory
         self._chat_template = chat_template
         vocab = self._tokenizer.get_vocab()
@@ -344,17 +354,34 @@ class FileTokenizer:
     def encode_arrays(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Texts above a million characters are encoded in pieces cut at line borders."""
         pieces = [_pieces(text) for text in texts]
-        flat, arrays = [piece for group in pieces for piece in group], []
+        flat = [piece for group in pieces for piece in group]
+        arrays: list[NDArray[Any] | None] = [None] * len(flat)
+        if self._piecewise is not None:
+            arrays = self._piecewise.encode(flat)
+        left = [number for number, ids in enumerate(arrays) if ids is None]
         start = size = 0
-        for stop, piece in enumerate(flat, 1):
-            size += len(piece)
-            if size >= _AT_ONCE or stop == len(flat):
+        for stop, number in enumerate(left, 1):
+            size += len(flat[number])
+            if size >= _AT_ONCE or stop == len(left):
                 # "fast" leaves out the offsets (tokenizers 0.20)
-                encodings = self._tokenizer.encode_batch_fast(flat[start:stop], add_special_tokens=False)
-                arrays += [np.array(each.ids, np.uint32) for each in encodings]
+                batch = [flat[each] for each in left[start:stop]]
+                encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+                for each, encoding in zip(left[start:stop], encodings, strict=True):
+                    arrays[each] = np.array(encoding.ids, np.uint32)
                 start, size = stop, 0
-        in_turn = iter(arrays)
+        in_turn = (ids for ids in arrays if ids is not None)
         return [np.concatenate([next(in_turn) for _ in group]) for group in pieces]
+
+    def prepare(self, texts: Iterable[str]) -> None:
+        try:
+            encoder = PiecewiseEncoder(self._tokenizer)
+            for text in (*HARD, *texts):  # for what its rules do not know of
+                (ids,) = encoder.encode([text])
+                if ids is not None and ids.tolist() != self.encode(text):
+                    raise NotPiecewiseError("it gives a text other ids than its rules say")
+            self._piecewise = encoder
+        except NotPiecewiseError as why:
+            _log.warning("data.tokenizer: encoded by the tokenizers library alone, several times slower: %s", why)
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
         marked: list[Marked] = []
@@ -405,7 +432,7 @@ class FileTokenizer:
         """None where tokens are no strings of bytes."""
         from tokenizers import decoders
 
-        return _byte_letters() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else None
+        return byte_letters() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else None
 
     def bytes_of_tokens(self) -> NDArray[np.int64] | None:
         """Bytes of text that each id stands for, none for special tokens.
@@ -437,13 +464,6 @@ class FileTokenizer:
             names = {"eos_token": self.eos_token_id, "bos_token": self.bos_token_id, "pad_token": self.pad_token_id}
             _write_config({k: self._tokenizer.id_to_token(v) for k, v in names.items() if v is not None}, directory)
         _write_chat_template(self._chat_template, directory)
-
-
-def _byte_letters() -> dict[str, int]:
-    """The printable character that stands for each byte in byte-level vocabularies (GPT-2's ``bytes_to_unicode``)."""
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(_NUM_BYTES, 2 * _NUM_BYTES))
-    return {chr(byte if byte in printable else next(others)): byte for byte in range(_NUM_BYTES)}
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
