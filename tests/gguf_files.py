@@ -146,6 +146,16 @@ def rope_base(contents: Contents) -> Contents:
     return replace(contents, architecture=replace(model, metadata={**model.metadata, key: wrong}))
 
 
+def other_value(key: str, value: float) -> Change:
+    """A file whose metadata say something else than the source's config."""
+
+    def change(contents: Contents) -> Contents:
+        model = contents.architecture
+        return replace(contents, architecture=replace(model, metadata={**model.metadata, f"{model.name}.{key}": value}))
+
+    return change
+
+
 def unpaired(contents: Contents) -> Contents:
     return replace(contents, architecture=replace(contents.architecture, changes={}))
 

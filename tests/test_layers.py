@@ -34,7 +34,8 @@ ALLOWED = {
         "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
     },
     "gguf": {
-        "checkpoint", "data", "finalize.plain_transformers", "finalize.sample", "inference.source", "loss", "models",
+        "checkpoint", "data", "finalize.plain_transformers", "finalize.sample", "inference.source",
+        "launch.processes", "loss", "models",
     },
     "housekeeping": {
         "callbacks.console", "checkpoint.files", "cli.output", "cli.style", "cli.words", "control.registry",

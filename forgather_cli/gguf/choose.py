@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from forgather_cli.gguf.layout import Metadata
 from forgather_cli.gguf.reader import llama_cpp
 from forgather_cli.gguf.vocabulary import PHRASES, UNMERGED, likeliest_first, telling_tokenizer, unmerged_token
 from forgather_cli.gguf.write import Contents, write_gguf
+from forgather_cli.launch.processes import temporary_folder
 from forgather_cli.models.decoder import Decoder
 
 
@@ -65,8 +65,7 @@ def first_that_encodes(
         hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
         head_dim=32, vocab_size=len(tokens), max_position_embeddings=64, tie_word_embeddings=True,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with temporary_folder("gguf") as folder:
         shapes = {name: parameter.shape for name, parameter in Decoder(settings).named_parameters()}
         write_model_directory(folder, {name: torch.zeros(shape) for name, shape in shapes.items()})
         model = of_decoder("llama", settings)

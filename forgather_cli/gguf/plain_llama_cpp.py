@@ -3,7 +3,7 @@
     python -P plain_llama_cpp.py REQUEST ANSWER     (JSON files: arguments of a function here, and what it returns)
 
 Nothing of Forgather is imported here, nor torch. llama.cpp comes by ``xllamacpp``, whose server is asked over HTTP at
-an address of this machine.
+an address of this machine. The process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import json
 import os
 import sys
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -139,7 +140,14 @@ def losses(
     return {"losses": made}
 
 
+def end_with_input() -> None:
+    """Nothing is to be read: it ends when who asked has ended."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with_input, daemon=True).start()
     try:
         asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
         made = {"find": find, "measure": measure, "losses": losses}[asked.pop("do")](**asked)  # type: ignore[operator]

@@ -8,24 +8,35 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.gguf import plain_llama_cpp
+from forgather_cli.launch.processes import temporary_folder
 
 INSTALL = "pip install 'forgather[gguf]'"
 
 
 def check_installed(what: str) -> None:
-    """Raise ConfigError where the packages that write and read GGUF are not there."""
+    """Raise ConfigError where the packages that write and read GGUF are not there, or llama.cpp does not load."""
     missing = [name for name in ("gguf", "xllamacpp") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"{what}: needs {' and '.join(missing)}, which {'are' if missing[1:] else 'is'} not installed; {INSTALL} "
             "(xllamacpp is llama.cpp, of which there may be no build for this platform: without it nothing is proved)"
         )
+    command = [sys.executable, "-P", "-c", "import xllamacpp"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise ConfigError(
+            f"{what}: xllamacpp, which is llama.cpp, cannot be loaded here ({_why(done)}), and without it nothing is "
+            "proved; install a build for this platform, or leave GGUF out"
+        )
+
+
+def _why(failed: subprocess.CompletedProcess[str]) -> str:
+    said = [line for line in failed.stderr.strip().splitlines() if line.strip()]
+    return said[-1] if said and failed.returncode > 0 else f"exit code {failed.returncode}"
 
 
 def version() -> str:
@@ -34,17 +45,19 @@ def version() -> str:
 
 def llama_cpp(do: str, **request: Any) -> dict[str, Any]:
     """The answer of a function of ``plain_llama_cpp``. Raises ModelError where llama.cpp gives up."""
-    with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder, "asked.json"), Path(folder, "answer.json")
+    with temporary_folder("gguf") as folder:
+        asked, answer = folder / "asked.json", folder / "answer.json"
         asked.write_text(json.dumps({"do": do, **request}), encoding="utf-8")
         # -P: the folder of the script, which has modules of ours, is not searched
         command = [sys.executable, "-P", plain_llama_cpp.__file__, str(asked), str(answer)]
         # waiting threads do not spin: where others want the cores too, it takes a hundred times as long
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, env=environment)
+        read, write = os.pipe()  # it ends when this pipe does, that is with this process, whatever ends that
+        with os.fdopen(read), os.fdopen(write, "w"):
+            done = subprocess.run(
+                command, stdin=read, capture_output=True, text=True, errors="replace", check=False, env=environment
+            )
         if done.returncode:
-            said = [line for line in done.stderr.strip().splitlines() if line.strip()]
-            why = said[-1] if said and done.returncode > 0 else f"exit code {done.returncode}"
-            raise ModelError(f"llama.cpp cannot load and run the result ({why})")
+            raise ModelError(f"llama.cpp cannot load and run the result ({_why(done)})")
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return found

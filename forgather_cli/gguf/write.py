@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +25,10 @@ from forgather_cli.gguf.options import GGUF_TYPES, GgufType
 from forgather_cli.terminal.bars import Bar
 
 _AT_ONCE = 1 << 22  # numbers; fp32 they are 16 MiB
+_IN_CACHE = 1 << 14  # blocks; fp32 they are 2 MiB
 _BLOCK = 32  # numbers of a row that have a scale of their own in Q8_0
 _TAIL = 256  # of a tensor's name, in bytes
+_Piece = Callable[[], NDArray[Any]]
 
 
 def stored_type(spec: TensorSpec, wanted: GgufType) -> GgufType:
@@ -32,17 +39,41 @@ def stored_type(spec: TensorSpec, wanted: GgufType) -> GgufType:
 
 
 def quantized(tensor: Tensor, kind: GgufType) -> NDArray[Any]:
-    """The numbers of a tensor as they lie in the file. Raises ModelError for numbers that a type cannot hold."""
-    import gguf
+    """The numbers of a tensor as they lie in the file: those of ``gguf.quants.quantize``, in less time and memory.
 
-    values = tensor.float().numpy()
-    if kind == "f32":
-        return values
-    with np.errstate(over="ignore"):
-        made: NDArray[Any] = gguf.quants.quantize(values, gguf.GGMLQuantizationType[kind.upper()])
-    if kind == "f16" and not np.isfinite(made).all() and np.isfinite(values).all():
-        raise ModelError("--gguf f16: the weights hold numbers that fp16 cannot; choose bf16, q8_0 or f32")
-    return made
+    Raises ModelError for numbers that a type cannot hold.
+    """
+    match kind:
+        case "f32":
+            return tensor.float().numpy()
+        case "bf16":
+            return tensor.bfloat16().view(torch.uint8).numpy()
+        case "f16":
+            made = tensor.half()
+            scales = made
+        case "q8_0":
+            made, scales = _blocks(tensor)
+    if not scales.isfinite().all() and tensor.isfinite().all():
+        raise ModelError(f"--gguf {kind}: the weights hold numbers that it cannot hold; choose bf16 or f32")
+    return made.numpy()
+
+
+def _blocks(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows of Q8_0 (..., bytes): of each block its scale in fp16 and its numbers in int8. The scales again."""
+    blocks = tensor.reshape(-1, _BLOCK)
+    made = torch.empty(len(blocks), _BLOCK + 2, dtype=torch.uint8)
+    scales = torch.empty(len(blocks), 1, dtype=torch.half)
+    for start in range(0, len(blocks), _IN_CACHE):
+        some = slice(start, start + _IN_CACHE)
+        values = blocks[some].float()
+        scale = values.abs().amax(1, keepdim=True) / 127
+        values = values * torch.where(scale == 0, 0, 1 / scale)
+        whole = values.to(torch.int8)  # towards zero, as ``trunc`` does in twenty times its time (torch 2.13)
+        whole += values.sub_(whole).mul_(2).to(torch.int8)  # halves away from it
+        scales[some] = scale
+        made[some, 2:] = whole.view(torch.uint8)
+    made[:, :2] = scales.view(torch.uint8)
+    return made.reshape(*tensor.shape[:-1], -1), scales
 
 
 def rounded(tensor: Tensor, kind: GgufType) -> Tensor:
@@ -89,52 +120,74 @@ class Contents:
         tensors = sum(each[stored_type(spec, wanted)] * spec.num_elements + _TAIL for _, spec in self.specs())
         return int(tensors) + 50 * self.architecture.vocab_size
 
-    def pieces(self, entry: TensorEntry, spec: TensorSpec, kind: GgufType) -> Iterator[NDArray[Any]]:
-        """A tensor's numbers as they lie in the file, some rows at a time."""
+    def pieces(self, entry: TensorEntry, spec: TensorSpec, kind: GgufType) -> Iterator[_Piece]:
+        """A tensor's numbers as they lie in the file, some rows at a time, each made when it is called."""
+
+        def piece(source: str, start: int, stop: int) -> NDArray[Any]:
+            tensor = self.weights.read(source, start, stop)
+            return quantized(tensor if entry.change is None else entry.change(tensor).contiguous(), kind)
+
         if not entry.sources:
-            yield np.array(self.architecture.rope_factors, np.float32)
+            yield partial(np.array, self.architecture.rope_factors, np.float32)
         for source in entry.sources:
             stored = self.weights.spec(source)
             rows = max(1, _AT_ONCE * stored.num_rows // max(stored.num_elements, 1))
             if entry.change is not None and len(stored.shape) < 3:
                 rows = stored.num_rows
             for start in range(0, stored.num_rows, rows):
-                tensor = self.weights.read(source, start, start + rows)
-                yield quantized(tensor if entry.change is None else entry.change(tensor).contiguous(), kind)
+                yield partial(piece, source, start, start + rows)
 
 
 def write_gguf(path: Path, contents: Contents, wanted: GgufType) -> None:
     """Write the file ``path``, which must not exist."""
     import gguf
 
-    writer = gguf.GGUFWriter(path, contents.architecture.name)
-    own = {"general.file_type": int(gguf.LlamaFileType[GGUF_TYPES[wanted]]), "general.quantization_version": 2}
-    for key, value in {**own, **contents.architecture.metadata, **contents.metadata}.items():
-        _add(writer, key, value)
-    tensors = []
-    for entry, spec in contents.specs():
-        kind = stored_type(spec, wanted)
-        shape = spec.shape
-        if kind == "q8_0":  # the writer takes that of the bytes
-            shape = (*shape[:-1], shape[-1] // _BLOCK * 34)
-        size = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}[kind] * int(np.prod(shape))
-        raw = gguf.GGMLQuantizationType[kind.upper()]
-        as_bytes = np.uint8 if kind == "q8_0" else np.float32
-        writer.add_tensor_info(entry.name, shape, np.dtype(as_bytes), size, raw_dtype=raw)
-        tensors.append((entry, spec, kind, size))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
+    with contextlib.closing(gguf.GGUFWriter(path, contents.architecture.name)) as writer:
+        own = {"general.file_type": int(gguf.LlamaFileType[GGUF_TYPES[wanted]]), "general.quantization_version": 2}
+        for key, value in {**own, **contents.architecture.metadata, **contents.metadata}.items():
+            _add(writer, key, value)
+        tensors = []
+        for entry, spec in contents.specs():
+            kind = stored_type(spec, wanted)
+            shape = spec.shape
+            if kind == "q8_0":  # the writer takes that of the bytes
+                shape = (*shape[:-1], shape[-1] // _BLOCK * 34)
+            size = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}[kind] * int(np.prod(shape))
+            raw = gguf.GGMLQuantizationType[kind.upper()]
+            as_bytes = np.uint8 if kind == "q8_0" else np.float32
+            writer.add_tensor_info(entry.name, shape, np.dtype(as_bytes), size, raw_dtype=raw)
+            tensors.append((entry, spec, kind, size))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
     # by hand: the writer takes whole tensors
-    align = gguf.GGUF_DEFAULT_ALIGNMENT
-    with path.open("ab") as file, Bar("writing GGUF", "bytes", total=sum(size for *_, size in tensors)) as bar:
-        file.write(bytes(-file.tell() % align))
+    align, threads = gguf.GGUF_DEFAULT_ALIGNMENT, torch.get_num_threads()
+
+    def pieces() -> Iterator[_Piece]:
         for entry, spec, kind, size in tensors:
-            for piece in contents.pieces(entry, spec, kind):
-                piece.tofile(file)
+            yield from contents.pieces(entry, spec, kind)
+            yield partial(np.zeros, -size % align, np.uint8)
+
+    total = sum(size for *_, size in tensors)
+    with path.open("ab") as file, Bar("writing GGUF", "bytes", total=total) as bar, ThreadPoolExecutor(threads) as pool:
+        file.write(bytes(-file.tell() % align))
+        # a piece is one thread's: threads that meet at every operation take ten times as long where others want cores
+        torch.set_num_threads(1)
+        try:
+            for piece in _ahead(pool, pieces(), threads):
+                file.write(piece.data)  # tells why it cannot, as ``tofile`` does not
                 bar.add(piece.nbytes)
-            file.write(bytes(-size % align))
+        finally:
+            torch.set_num_threads(threads)
+
+
+def _ahead(pool: ThreadPoolExecutor, pieces: Iterator[_Piece], count: int) -> Iterator[NDArray[Any]]:
+    """The pieces in their order; ``count`` of those that follow are being made meanwhile."""
+    made = deque(pool.submit(piece) for piece in itertools.islice(pieces, count))
+    while made:
+        next_one = made.popleft()
+        made.extend(pool.submit(piece) for piece in itertools.islice(pieces, 1))
+        yield next_one.result()
 
 
 def _add(writer: Any, key: str, value: Value) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import finalized
 import gguf_files
+import numpy as np
 import pytest
 import torch
 from gguf_families import FAMILIES, made_by_transformers
@@ -17,11 +18,12 @@ from forgather_cli.config.schema import RopeScaling
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError, ForgatherError, ModelError, ProofError
 from forgather_cli.finalize.plain_transformers import in_fp32
+from forgather_cli.gguf import prove
 from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.choose import find_pre_tokenizer
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
 from forgather_cli.gguf.vocabulary import read_vocabulary
-from forgather_cli.gguf.write import Contents, rounded, write_gguf
+from forgather_cli.gguf.write import Contents, quantized, rounded, write_gguf
 
 YARN = RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, attention_factor=1.5)
 IN_LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
@@ -61,6 +63,25 @@ def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_p
     for change, told in exact.items():
         with pytest.raises(ProofError, match=told):
             llama3.prove(file, kind, change)
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("f16", "attention.layer_norm_rms_epsilon", 1e-4),
+        ("f16", "rope.freq_base", 510_000.0),
+        ("q8_0", "rope.freq_base", 600_000.0),
+    ],
+)
+def test_small_faults(llama3: Made, kind: GgufType, key: str, value: float, tmp_path: Path) -> None:
+    with pytest.raises(ProofError, match=r"differs? by"):
+        llama3.prove(tmp_path / "file.gguf", kind, gguf_files.other_value(key, value))
+
+
+def test_rounding_that_drowns_everything(llama3: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prove, "MOST_ROUNDING", 1e-3)
+    with pytest.raises(ProofError, match="so that nothing can be proved; nothing was written: choose --gguf f32"):
+        llama3.prove(tmp_path / "file.gguf", "q8_0")
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -225,3 +246,27 @@ def test_more_ends_than_there_are_keys(tmp_path: Path) -> None:
     byte_level(tmp_path / "model")
     with pytest.raises(ForgatherError, match="may end at 4 tokens, and a file has keys for 3"):
         made(tmp_path / "model", [*STOP, "a", "b"])
+
+
+def test_quantized_as_by_gguf_itself() -> None:
+    """Bit for bit: halves, blocks of zeros, numbers near fp32's ends."""
+    import gguf
+
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(512, 64, generator=generator)
+    halves = torch.randint(-254, 255, (512, 64), generator=generator) / 2
+    halves[:, ::32] = 127
+    zeros = drawn * (torch.arange(512) % 2)[:, None]
+    beside = halves.nextafter(torch.tensor(1e9))
+    scales = torch.logspace(-44, 4, 512)[:, None]
+    for tensor in (drawn, drawn.bfloat16(), drawn.half(), halves, beside, zeros, drawn * scales):
+        for kind in ("q8_0", "f16", "bf16"):
+            with np.errstate(all="ignore"):
+                wanted = gguf.quants.quantize(tensor.float().numpy(), gguf.GGMLQuantizationType[kind.upper()])
+            assert (quantized(tensor, kind).view("uint8") == wanted.view("uint8")).all()
+
+
+@pytest.mark.parametrize(("kind", "large"), [("f16", 1e5), ("q8_0", 1e7)])
+def test_numbers_that_a_type_cannot_hold(kind: GgufType, large: float) -> None:
+    with pytest.raises(ModelError, match=f"--gguf {kind}: the weights hold numbers that it cannot hold; choose"):
+        quantized(torch.full((2, 32), large), kind)
