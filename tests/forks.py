@@ -116,21 +116,24 @@ class Plain:
     what ``finalize`` uses of ``subprocess.Popen``."""
 
     def __init__(
-        self, command: list[str], *, stdout: int, stderr: io.TextIOBase, text: bool, env: dict[str, str]
+        self, command: list[str], *, stdin: int, stdout: int, stderr: io.TextIOBase, text: bool, env: dict[str, str]
     ) -> None:
-        assert (stdout, text) == (subprocess.PIPE, True)
+        assert (stdin, stdout, text) == (subprocess.PIPE, subprocess.PIPE, True)
+        stdin, self._input = os.pipe()
         read, write = os.pipe()
         self.stdout = os.fdopen(read, encoding="utf-8")
         self._server = socket.socket(socket.AF_UNIX)
         self._server.connect(os.environ["FORGATHER_TESTS_PLAIN"])
         request = json.dumps([command[command.index("-P") + 1 :], env, os.getcwd()]).encode()
-        socket.send_fds(self._server, [request], [write, stderr.fileno()])
+        socket.send_fds(self._server, [request], [stdin, write, stderr.fileno()])
+        os.close(stdin)
         os.close(write)
 
     def __enter__(self) -> Plain:
         return self
 
     def __exit__(self, *_: object) -> None:
+        os.close(self._input)
         self.stdout.close()
         with self._server:
             self.returncode = int(self._server.recv(9) or -signal.SIGKILL)

@@ -32,11 +32,11 @@ def _serve(server: socket.socket) -> NoReturn:
 
 
 def _run(client: socket.socket) -> NoReturn:
-    """Run the script that is asked for, with the client's output files, and answer with its exit code."""
+    """Run the script that is asked for, with the client's files, and answer with its exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    request, descriptors, _, _ = socket.recv_fds(client, 1 << 20, 2)
+    request, descriptors, _, _ = socket.recv_fds(client, 1 << 20, 3)
     sys.argv, environment, directory = json.loads(request)
-    for number, descriptor in enumerate(descriptors, start=1):
+    for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
     os.chdir(directory)

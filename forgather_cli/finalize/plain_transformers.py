@@ -3,14 +3,17 @@ with peft of an adapter's.
 
     python -P plain_transformers.py '{"directory": ..., "given": ..., "made": ..., ...}'     (the arguments of ``main``)
 
-Nothing of Forgather is imported here, and in the script nothing can be. Legend: T tokens, V vocabulary.
+Nothing of Forgather is imported here, and in the script nothing can be. The script ends with its standard input.
+Legend: T tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
@@ -151,7 +154,14 @@ def main(directory: str, given: str, made: str, vocab: int, keep: int, device: s
     save_file({**found, "losses": torch.tensor(losses, dtype=torch.float64)}, made)
 
 
+def end_with_input() -> None:
+    """Nothing is to be read: it ends when who asked has ended."""
+    os.read(0, 1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with_input, daemon=True).start()
     try:
         main(**json.loads(sys.argv[1]))
     except Exception as error:  # whatever the library raises, it does not load

@@ -211,7 +211,9 @@ def _by_transformers(directory: Path, sample: Sample, vocab: int, *, exact: bool
         with (
             open(f"{folder}/errors", "w") as errors,
             Bar("sequences", total=len(sample.sequences)) as bar,
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process,
+            subprocess.Popen(  # it ends with its input, that is with this process, whatever ends that
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+            ) as process,
         ):
             assert process.stdout is not None
             for _ in process.stdout:

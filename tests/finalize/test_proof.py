@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from finalized import logits, memorize, model_directory, refused, theirs, weights
-from program import forgather
+from program import Process, forgather, nobody_runs
 from tiny import decoder
 
 from forgather_cli.checkpoint.tensors import write_model_directory
@@ -21,6 +22,7 @@ from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.finalize.plain_transformers import in_fp32
 from forgather_cli.finalize.run import finalize
 from forgather_cli.inference.source import load_source
+from forgather_cli.launch.processes import children
 
 pytestmark = [
     pytest.mark.usefixtures("own_directory"),
@@ -176,3 +178,33 @@ def test_a_routers_own_loss_is_left_out_and_told_of_once(caplog: pytest.LogCaptu
     caplog.clear()
     assert forgather("finalize", "run", "model") == 0
     assert "router_aux_loss_coef" not in caplog.text
+
+
+KILLED = """
+import subprocess
+from pathlib import Path
+from forgather_cli.finalize import plain_transformers, prove
+from forgather_cli.finalize.options import FinalizeOptions
+from forgather_cli.finalize.run import finalize
+
+script = Path(plain_transformers.__file__).read_text()
+Path("slow.py").write_text(script.replace("        main(", "        import time; time.sleep(99); main("))
+plain_transformers.__file__ = "slow.py"
+prove.subprocess = subprocess  # instead of forks
+finalize(Path("source"), Path("new"), FinalizeOptions())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_is_started_for_the_proof_ends_with_a_killed_command() -> None:
+    model_directory(Path("source"))
+    with Process(code=KILLED) as job:
+
+        def scripts() -> list[int]:
+            return [n for n in children(job.process.pid) if b"slow.py" in Path(f"/proc/{n}/cmdline").read_bytes()]
+
+        job.until(scripts)
+        started = scripts()
+        job.process.kill()
+        job.finish()
+    assert nobody_runs(started, 30)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from forgather_cli.data.chat.template import CHATML
 from forgather_cli.errors import ProofError
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.finalize.run import finalize
-from forgather_cli.gguf import files, reader
+from forgather_cli.gguf import files
 from forgather_cli.gguf.write import Contents, write_gguf
 
 pytestmark = pytest.mark.usefixtures("own_directory")
@@ -81,7 +81,10 @@ def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     assert "--gguf: must be q8_0, f16, bf16, f32, or several with commas between them, got 'q4_k'" in message
     message = refused(capsys, str(run), "new", "--gguf", "f16", "--quantize", "int8-weight-only")
     assert "--gguf: is written from plain weights, and --quantize rounds them" in message
-    monkeypatch.setattr(reader.importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else math)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "xllamacpp" else find(name, *rest)
+    )
     message = refused(capsys, str(run), "new", "--gguf", "f16")
     assert "--gguf: needs xllamacpp, which is not installed; pip install 'forgather[gguf]'" in message
     Path("alone.gguf").write_bytes(b"GGUF")
