@@ -127,7 +127,9 @@ def _forgather(*commands: str) -> list[tuple[int, str]]:
     Path("commands.py").write_text(SCRIPT)
     with Path("errors").open("w") as errors:
         words = ["-P", "commands.py", json.dumps(commands)]
-        with Plain(words, stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(os.environ)) as process:
+        with Plain(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(os.environ)
+        ) as process:
             parts = process.stdout.read().split("\0")
     assert len(parts) == 2 * len(commands) + 1, parts
     return [(int(code), output) for output, code in zip(parts[::2], parts[1::2], strict=False)]

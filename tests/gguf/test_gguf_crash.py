@@ -95,6 +95,7 @@ def test_a_llama_cpp_that_does_not_load(capsys: pytest.CaptureFixture[str], monk
     Path("built/xllamacpp").mkdir(parents=True)
     Path("built/xllamacpp/__init__.py").write_text("raise ImportError('libgomp.so.1: cannot open shared object file')")
     monkeypatch.setenv("PYTHONPATH", str(Path("built").absolute()))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     message = refused(capsys, "source", "new", "--gguf", "f32")
     assert "--gguf: xllamacpp, which is llama.cpp, cannot be loaded here (ImportError: libgomp.so.1: cannot" in message
     assert "comparing" not in message  # before any work

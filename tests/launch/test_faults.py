@@ -160,10 +160,13 @@ def test_any_fault_under_any_strategy_ends_the_run(strategy: str, each: str) -> 
 
 def test_a_mistake_that_one_rank_finds_is_said_once_and_neither_restarted_nor_left_behind(tmp_path: Path) -> None:
     (tmp_path / "picky.py").write_text(
-        "import os, time\n"
+        "import os, pathlib, time\n"
         "from forgather_cli.errors import ModelError\n"
         "def model(vocab_size):\n"
-        "    if os.environ['RANK'] == '1': raise ModelError('model: not on rank 1; bring another')\n"
+        "    if os.environ['RANK'] == '1':\n"
+        "        while not os.path.exists('rank-0'): time.sleep(0.02)\n"  # else gloo may tell of a connection, too
+        "        raise ModelError('model: not on rank 1; bring another')\n"
+        "    pathlib.Path('rank-0').touch()\n"
         "    time.sleep(600)\n"
     )
     code, output = train("~model", "+model._target_=picky.model", "+model.vocab_size=257", "max_restarts=3")
