@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from forgather_cli.callbacks.base import TrainerCallback
-from forgather_cli.data.loaders.workers import _begin
+from forgather_cli.data.loaders.workers import _begin, _received
+from forgather_cli.errors import DataError
 
 TRAIN = ["train", "model=nano", "precision=fp32", "callbacks=minimal", "device=cpu", "max_steps=5", "output_dir=run",
          "save_strategy=no", "eval_strategy=no", "dataloader_num_workers=2"]  # fmt: skip
@@ -100,6 +101,27 @@ def test_a_worker_that_is_killed_ends_the_run_at_once_and_what_a_dataset_raises_
         assert code in (1, 2), process.output
         assert time.monotonic() - begun < 60
         assert "Traceback" not in process.output
+
+
+def test_a_connection_that_a_killed_worker_has_broken_is_its_end() -> None:
+    def ends(signum: int, frame: Any) -> None:
+        raise DataError("a worker has ended")
+
+    def broken(said: str) -> Any:
+        yield from ()
+        raise ConnectionResetError(said)
+
+    before = signal.signal(signal.SIGCHLD, ends)
+    try:
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGCHLD)).start()
+        with pytest.raises(DataError, match="a worker has ended"):
+            next(_received(broken("reset by peer"), None, None))
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    begun = time.monotonic()
+    with pytest.raises(ConnectionResetError):  # a dataset's own, as torch raises it
+        next(_received(broken("Caught ConnectionResetError in DataLoader worker process 0."), None, None))
+    assert time.monotonic() - begun < 3
 
 
 class KillsWorkers(TrainerCallback):

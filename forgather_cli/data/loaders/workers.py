@@ -8,6 +8,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -32,6 +33,7 @@ _ROOM = Path("/dev/shm")
 _SEMAPHORES = 1 << 16  # bytes there for those of one worker, at least; a smaller /dev/shm is one by mistake
 _SHORT = ("No space left", "Bus error", "shared memory", "Cannot allocate memory")
 _REASON = "reason"
+_SIGCHLD = 5.0  # seconds in which it comes
 _FOLDER: list[Path] = []
 _HELD = ExitStack()
 """Not left to ``Finalize`` alone: a forked worker drops what that holds, and would remove the folder."""
@@ -170,6 +172,11 @@ def _received(items: Iterator[Any], loader: Any, room: int | None) -> Iterator[A
             if (told := _told(error)) is None:
                 raise
             raise told from None
+        except (ConnectionError, EOFError) as error:
+            # a worker that is killed while it sends a tensor: its sockets close before SIGCHLD comes, which tells of it
+            if "DataLoader worker" not in str(error):  # else a dataset's own, in a worker
+                time.sleep(_SIGCHLD)
+            raise
         finally:
             _is_waited_for = False
         ahead = loader.num_workers * (loader.prefetch_factor or 2) + 1  # and the one in use
