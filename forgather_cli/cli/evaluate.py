@@ -30,6 +30,7 @@ from forgather_cli.terminal.bars import doing
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
+    from forgather_cli.config.schema import Config
     from forgather_cli.launch.layout import Layout
 
 
@@ -76,18 +77,7 @@ def evaluate(
             code, report = _on_ranks(loaded, layout, request)
         if code:
             raise typer.Exit(code)
-    document = {"source": str(source), **report}
-    if output is not None:
-        write_json(output, document)
-    if as_json:
-        print_json(document)
-    else:
-        shown = {**document, "split": _split(loaded.config.data, document["data"])}
-        facts = _facts(shown)
-        in_all = document["data"].get("eval_samples")
-        if in_all and document["eval_samples"] < in_all:
-            facts["samples"] += f" of {in_all:,} (max_eval_samples, max_eval_steps)"
-        print_facts(facts)
+    _tell({"source": str(source), **report}, loaded.config, output, as_json=as_json)
 
 
 def _of_gguf(file: Path, words: list[str], output: Path | None, *, as_json: bool) -> None:
@@ -100,17 +90,22 @@ def _of_gguf(file: Path, words: list[str], output: Path | None, *, as_json: bool
     with interruptible(), only_json(as_json), doing("importing torch"):
         from forgather_cli.gguf.evaluate import evaluate_gguf
 
-        document = {"source": str(file), **evaluate_gguf(file, loaded.config)}
+        report = evaluate_gguf(file, loaded.config)
+    _tell({"source": str(file), **report}, loaded.config, output, as_json=as_json)
+
+
+def _tell(document: dict[str, Any], config: Config, output: Path | None, *, as_json: bool) -> None:
     if output is not None:
         write_json(output, document)
     if as_json:
         print_json(document)
-    else:
-        print_facts(_facts({**document, "split": _split(loaded.config.data, document["data"])}))
-
-
-def _facts(report: dict[str, Any]) -> dict[str, str]:
-    return {label: _shown(key, value) for key, label in _SHOWN.items() if (value := report.get(key)) is not None}
+        return
+    shown = {**document, "split": _split(config.data, document["data"])}
+    facts = {label: _shown(key, value) for key, label in _SHOWN.items() if (value := shown.get(key)) is not None}
+    in_all = document["data"].get("eval_samples")
+    if in_all and document["eval_samples"] < in_all:
+        facts["samples"] += f" of {in_all:,} (max_eval_samples, max_eval_steps)"
+    print_facts(facts)
 
 
 _READ = {

@@ -22,13 +22,13 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
     """What llama.cpp calls the model of a config.json. Raises ModelError for one that it cannot be told of."""
     if config.get("is_encoder_decoder"):
         raise ModelError("--gguf: an encoder-decoder has no counterpart in gguf; leave --gguf out, or train a decoder")
-    kind = config.get("model_type")
-    if kind in HF_FAMILIES:
+    model_type = config.get("model_type")
+    if model_type in HF_FAMILIES:
         return of_transformers(config)
-    if kind is not None and kind not in FAMILIES:
+    if model_type is not None and model_type not in FAMILIES:
         raise ModelError(
-            f"--gguf: a model of the type {kind} is not written, only {', '.join([*FAMILIES, *HF_FAMILIES])}; leave "
-            "--gguf out, or convert the result with llama.cpp's own tool"
+            f"--gguf: a model of the type {model_type} is not written, only {', '.join([*FAMILIES, *HF_FAMILIES])}; "
+            "leave --gguf out, or convert the result with llama.cpp's own tool"
         )
     try:
         settings = decoder_settings_from_hf(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,15 +15,21 @@ from forgather_cli.errors import DataError
 from forgather_cli.gguf.architecture import of_decoder
 from forgather_cli.gguf.layout import Metadata
 from forgather_cli.gguf.reader import llama_cpp
-from forgather_cli.gguf.vocabulary import PHRASES, UNMERGED, likeliest_first, telling_tokenizer, unmerged_token
+from forgather_cli.gguf.vocabulary import PHRASES, PRE_TOKENIZERS, UNMERGED, telling_tokenizer, unmerged_token
 from forgather_cli.gguf.write import Contents, write_gguf
 from forgather_cli.launch.processes import temporary_folder
 from forgather_cli.models.decoder import Decoder
 
+if TYPE_CHECKING:
+    import tokenizers
+
 
 def find_pre_tokenizer(directory: Path) -> str:
     """llama.cpp's name for the splitting of a byte-level BPE in a directory. Raises DataError where it has none."""
-    telling = telling_tokenizer(directory)
+    from tokenizers import Tokenizer
+
+    own: tokenizers.Tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    telling, unmerged = telling_tokenizer(own), unmerged_token(own)
     numbers = telling.get_vocab()
     vocab = sorted(numbers, key=numbers.__getitem__)
     model = json.loads(telling.to_str())["model"]
@@ -34,8 +41,9 @@ def find_pre_tokenizer(directory: Path) -> str:
         "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.add_bos_token": False,
     }
-    names = list(likeliest_first(model["ignore_merges"]))
-    unmerged = unmerged_token(directory)
+    # those that take words of the vocabulary whole, where the tokenizer does
+    likeliest = ("llama-bpe", "tekken") if model["ignore_merges"] else ()
+    names = sorted(PRE_TOKENIZERS, key=lambda name: name not in likeliest)
     texts = [*PHRASES, *([] if unmerged is None else [UNMERGED])]
     wanted = [telling.encode(text).ids for text in texts]
     most = 0

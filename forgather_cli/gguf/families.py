@@ -122,9 +122,8 @@ def of_transformers(values: dict[str, Any]) -> Architecture:
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     window = getattr(config, "sliding_window", None)
-    eps = "rms_norm_eps" if hasattr(config, "rms_norm_eps") else "layer_norm_eps"
-    if not hasattr(config, eps):
-        eps = "norm_epsilon" if hasattr(config, "norm_epsilon") else "layer_norm_epsilon"
+    names = ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+    eps = next(name for name in names if hasattr(config, name))
     found: Metadata = {
         "vocab_size": config.vocab_size,
         "context_length": longest,

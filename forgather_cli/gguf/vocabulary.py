@@ -59,7 +59,7 @@ class GgufVocabulary:
     """gguf's name of the kind: gpt2, llama, t5."""
     metadata: Metadata
     candidates: tuple[Metadata, ...]
-    """What is to be tried, the likeliest first."""
+    """What is to be tried, the likeliest first; none: the splitting of a byte-level BPE, which is tried apart."""
 
 
 def read_vocabulary(directory: Path, tokenizer: Tokenizer, rows: int, stop: list[int]) -> GgufVocabulary:
@@ -108,9 +108,7 @@ def read_vocabulary(directory: Path, tokenizer: Tokenizer, rows: int, stop: list
     if kind == "gpt2":
         # llama.cpp wants one: this one no text has
         metadata["tokenizer.ggml.merges"] = merges or ["\ufdd0 \ufdd1"]
-        names = likeliest_first(bool(model.get("ignore_merges"))) if merges else ("gpt-2",)
-        candidates: list[Metadata] = [{"tokenizer.ggml.pre": name} for name in names]
-        return GgufVocabulary(kind, metadata, tuple(candidates))
+        return GgufVocabulary(kind, metadata, () if merges else ({"tokenizer.ggml.pre": "gpt-2"},))
     if kind == "llama":  # the earlier a merge, the better what it makes
         for rank, merge in enumerate(merges, 1):
             left, right = merge.split(" ")
@@ -169,13 +167,6 @@ def _rules(tokenizer: Tokenizer, stop: list[int], tokens: list[str]) -> Metadata
     }
 
 
-def likeliest_first(ignores_merges: bool) -> Iterator[str]:
-    """Names of pre-tokenizers; those that take words of the vocabulary whole come first where the tokenizer does."""
-    first = ("llama-bpe", "tekken") if ignores_merges else ()
-    yield from first
-    yield from (name for name in PRE_TOKENIZERS if name not in first)
-
-
 def _whitespace(kind: str) -> Iterator[Metadata]:
     for prefix in (True, False):
         for remove in (False, True) if kind == "t5" else (False,):
@@ -196,12 +187,11 @@ def _charsmap(normalizer: Any) -> bytes | None:
     return next(filter(None, map(_charsmap, normalizer.get("normalizers") or [])), None)
 
 
-def telling_tokenizer(directory: Path) -> tokenizers.Tokenizer:
-    """A byte-level BPE with the splitting of that in ``directory``, whose tokens are the pieces that it splits
-    ``PHRASES`` into: every part of a phrase is one token, and any two parts that follow each other are merged."""
+def telling_tokenizer(own: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """A byte-level BPE with the splitting of ``own``, whose tokens are the pieces that it splits ``PHRASES`` into:
+    every part of a phrase is one token, and any two parts that follow each other are merged."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    own: tokenizers.Tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     in_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     parts: dict[str, None] = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
     merges: dict[tuple[str, str], None] = {}
@@ -224,18 +214,15 @@ def telling_tokenizer(directory: Path) -> tokenizers.Tokenizer:
     return telling
 
 
-def unmerged_token(directory: Path) -> str | None:
+def unmerged_token(own: tokenizers.Tokenizer) -> str | None:
     """The first token of a byte-level BPE that its merges do not make; without one it is all the same whether it
-    ignores them."""
-    from tokenizers import Tokenizer
-
-    model: Any = Tokenizer.from_file(str(directory / "tokenizer.json")).model
-    document = read_json_object(directory / "tokenizer.json", DataError, None)
+    ignores them, and it does not afterwards."""
+    model: Any = own.model
     model.ignore_merges = False
-    added = {entry["content"] for entry in document.get("added_tokens") or []}
-    return next(
-        (token for token in document["model"]["vocab"] if token not in added and len(model.tokenize(token)) > 1), None
-    )
+    vocab = own.get_vocab(with_added_tokens=False)
+    added = {token.content for token in own.get_added_tokens_decoder().values()}
+    tokens = (token for token in sorted(vocab, key=vocab.__getitem__) if token not in added)
+    return next((token for token in tokens if len(model.tokenize(token)) > 1), None)
 
 
 def added_tokens(directory: Path) -> list[str]:
