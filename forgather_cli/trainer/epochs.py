@@ -151,6 +151,11 @@ class Epochs:
         self._control.should_epoch_stop = False
         self.update_max_steps()
 
+    def close(self) -> None:
+        """End data workers."""
+        self._stream = self._ahead = None
+        self.loader.close()
+
     def _restart(self) -> None:
         """Go to the loader's position, with nothing fetched."""
         self._position, self._stream, self._ahead = self.loader.state_dict(), None, None

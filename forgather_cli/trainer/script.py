@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
@@ -387,10 +387,21 @@ class Trainer(Loop):
 
     # --------------------------------------------------------------------------------------------- what the loop asks
 
-    def _hold(self, resume: bool) -> AbstractContextManager[None]:
+    @contextmanager
+    def _hold(self, resume: bool) -> Iterator[None]:
         if self._files is None:  # a command has started it, and holds the run directory already
-            return nullcontext()
-        return self._files.taken(self.run, self.callbacks, self.finish, resume=resume)
+            yield
+            return
+        try:
+            with self._files.taken(self.run, self.callbacks, self.finish, resume=resume):
+                yield
+        finally:
+            # a Trainer is a cycle: from the garbage collector workers do not hear that they are to end, and each takes
+            # 5 s of it (multiprocessing closes their queues first; torchdata 0.11, _shutdown_workers)
+            if hasattr(self.run, "epochs"):  # not where its preparation failed
+                self.run.epochs.close()
+            if self.run.eval_loader is not None:
+                self.run.eval_loader.close()
 
     def _make_train_loader(self) -> TrainLoader:
         made = self.get_train_dataloader()

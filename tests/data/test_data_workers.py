@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from multiprocessing import active_children, get_context
 from multiprocessing.resource_sharer import DupFd, _resource_sharer  # type: ignore[attr-defined]
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.utils.data import get_worker_info
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.data.loaders.workers import _begin, _received
-from forgather_cli.errors import DataError
+from forgather_cli.errors import CallbackError, DataError
 
 TRAIN = ["train", "model=nano", "precision=fp32", "callbacks=minimal", "device=cpu", "max_steps=5", "output_dir=run",
          "save_strategy=no", "eval_strategy=no", "dataloader_num_workers=2"]  # fmt: skip
@@ -101,6 +102,24 @@ def test_a_worker_that_is_killed_ends_the_run_at_once_and_what_a_dataset_raises_
         assert code in (1, 2), process.output
         assert time.monotonic() - begun < 60
         assert "Traceback" not in process.output
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_none_outlives_its_training(persistent: bool, fails: bool, tmp_path: Path) -> None:
+    class Raises(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if fails and state.global_step == 4:
+                raise ValueError("as it happens")
+
+    trainer = tiny.script(
+        tmp_path / "run", tiny.decoder(), tiny.RandomTokens(64), tiny.RandomTokens(8), callbacks=[Raises()],
+        max_steps=4, eval_strategy="steps", eval_steps=2, dataloader_num_workers=2,
+        dataloader_persistent_workers=persistent,
+    )  # fmt: skip
+    with pytest.raises(CallbackError, match="as it happens") if fails else nullcontext():
+        trainer.train()
+    assert not active_children()
 
 
 def test_a_connection_that_a_killed_worker_has_broken_is_its_end() -> None:
