@@ -42,6 +42,13 @@ def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
     return (batch["labels"][:, label_shift(batch) :] != IGNORED).sum()
 
 
+def bytes_of(targets: Tensor, token_bytes: Tensor) -> Tensor:
+    """Bytes of text that each target stands for, int64 of the same shape; ``token_bytes`` (V,) int64: of each token.
+    What is not counted stands for none, nor is an id that the tokenizer does not have."""
+    known = (targets >= 0) & (targets < len(token_bytes))
+    return token_bytes[targets * known] * known
+
+
 def take_num_tokens(batch: dict[str, Tensor]) -> tuple[Tensor | int, Tensor | int]:
     """Tokens of a batch without padding, and the decoder's among them, 0-dim on the batch's device; takes ``LENGTHS``
     out. A batch without it has the padding that its masks say.

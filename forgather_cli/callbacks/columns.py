@@ -43,6 +43,7 @@ STEP_COLUMNS = _columns(
     ("step", "step", 7, "d"),
     ("epoch", "epoch", 6, ".2f"),
     ("loss", "loss", 8, ".4f"),
+    ("bits_per_byte", "bits/byte", 9, ".4f"),
     ("grad_norm", "grad norm", 9, ".3f"),
     ("learning_rate", "lr", 8, ".2e"),
     ("tok_per_sec", "tok/s", 6, "si"),

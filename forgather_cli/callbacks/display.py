@@ -30,7 +30,7 @@ def evaluation_entries(metrics: Logs) -> tuple[str, list[tuple[str, str]]]:
     values = {k.removeprefix(f"{prefix}_"): v for k, v in metrics.items() if k.startswith(f"{prefix}_")}
     runtime, speed = values.pop("runtime", None), values.pop("samples_per_second", None)
     values = {name: value for name, value in values.items() if name not in ("tokens", "targets")}
-    first = {"loss": ".4f", "perplexity": ".4g"}
+    first = {"loss": ".4f", "bits_per_byte": ".4f", "perplexity": ".4g"}
     ordered = {**{k: values[k] for k in first if k in values}, **values}
     entries = [(label, format_value(value, first.get(label, ".4g"))) for label, value in ordered.items()]
     if runtime is not None:

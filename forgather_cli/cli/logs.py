@@ -200,6 +200,7 @@ def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None
         Col("best loss", right=True, droppable=6),
         Col("eval", right=True, droppable=3),
         Col("best eval", right=True),
+        Col("bits/byte", right=True, droppable=3),
         Col("tokens", right=True, droppable=4),
         Col("tok/s", right=True, droppable=4),
         Col("time", right=True, droppable=4),
@@ -220,6 +221,9 @@ def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None
 
 def _cells(each: Summary) -> list[str]:
     steps = f"{each.step}/{each.max_steps}" if each.max_steps else str(each.step)
-    losses = (each.first_loss, each.last_loss, each.best_loss, each.last_eval_loss, each.best_eval_loss)
+    losses = (
+        each.first_loss, each.last_loss, each.best_loss, each.last_eval_loss, each.best_eval_loss,
+        each.best_eval_bits_per_byte,
+    )  # fmt: skip
     shown = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
     return [steps, *shown, human(each.tokens), human(each.tokens_per_second), human_seconds(each.seconds), each.state]

@@ -50,7 +50,8 @@ def list_(
     runs = sorted(runs_below(directory) if directory.is_dir() else [], key=last_change, reverse=True)
     found = [(summarize_or_state(run), size_of(run.root), last_change(run)) for run in runs]
     if as_json:
-        kept = ("run", "state", "reason", "step", "max_steps", "best_eval_loss", "best_eval_step")
+        kept = ("run", "state", "reason", "step", "max_steps", "best_eval_loss", "best_eval_step",
+                "best_eval_bits_per_byte")  # fmt: skip
         rows_ = ({key: asdict(each)[key] for key in kept} | {"size_bytes": size, "changed": datetime.fromtimestamp(
             changed, UTC).isoformat(timespec="seconds")} for each, size, changed in found)  # fmt: skip
         print_json(list(rows_))
@@ -59,14 +60,15 @@ def list_(
         tell(f"no runs below {directory}")
         return
     columns = (Col("run", copied=True), Col("state"), Col("step", right=True),
-               Col("best eval", right=True, droppable=1), Col("size", right=True),
-               Col("changed", droppable=2))  # fmt: skip
+               Col("best eval", right=True, droppable=1), Col("bits/byte", right=True, droppable=3),
+               Col("size", right=True), Col("changed", droppable=2))  # fmt: skip
     rows = []
     for each, size, changed in found:
         steps = f"{each.step}/{each.max_steps}" if each.max_steps else str(each.step)
-        best = "-" if each.best_eval_loss is None else f"{each.best_eval_loss:.4f}"
+        lowest = each.best_eval_loss, each.best_eval_bits_per_byte
+        best = ("-" if value is None else f"{value:.4f}" for value in lowest)
         when = datetime.fromtimestamp(changed).strftime(TIME)
-        rows.append((each.run, each.state, steps, best, human_bytes(size), when))
+        rows.append((each.run, each.state, steps, *best, human_bytes(size), when))
     print_table(columns, rows, [_STYLES.get(each.state, "") for each, _, _ in found])
 
 

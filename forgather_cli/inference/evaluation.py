@@ -45,7 +45,7 @@ from forgather_cli.strategies.build import build_strategy
 from forgather_cli.terminal.bars import Bar, doing
 from forgather_cli.trainer.build import eval_loader, model_spec
 from forgather_cli.trainer.checkpoints import load_model
-from forgather_cli.trainer.evaluate import Tasks, evaluate, nothing_to_read
+from forgather_cli.trainer.evaluate import Tasks, evaluate, nothing_to_read, token_bytes_of
 
 
 def evaluate_source(
@@ -101,11 +101,8 @@ def evaluate_source(
             "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
         )
     loss = build_loss(config.loss, device=device)
-    count = getattr(data.tokenizer, "bytes_of_tokens", None)  # a user's tokenizer has none
-    num_bytes = count() if count is not None and loss.is_likelihood else None  # (V,) int64
-    loss.eval_metrics = seen = EvalMetrics(
-        device, None if num_bytes is None else torch.from_numpy(num_bytes), len(getattr(data.eval, "task_names", ()))
-    )
+    token_bytes = token_bytes_of(data.tokenizer, loss)
+    loss.eval_metrics = seen = EvalMetrics(device, token_bytes, len(getattr(data.eval, "task_names", ())))
     strategy = build_strategy(config, loss=loss)
     with doing("reading the model"):
         _materialize(strategy, found, config, data, group)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forgather_cli.labels import IGNORED, shifted
+from forgather_cli.labels import IGNORED, bytes_of, shifted
 from forgather_cli.loss.sums import product_dtype
 
 
@@ -57,22 +57,16 @@ class EvalMetrics:
     def _add_bytes(self, targets: Tensor) -> None:
         """Targets (N,)."""
         if self._token_bytes is not None:
-            self.num_bytes += self._bytes_of(targets, self._token_bytes).sum()
+            self.num_bytes += bytes_of(targets, self._token_bytes).sum()
 
     def _add_to_tasks(self, targets: Tensor, losses: Tensor, rows: slice) -> None:
         """Targets and losses of some positions (C,), which are ``rows`` of the batch's."""
         assert self.task_ids is not None
         counted = targets != IGNORED
-        num_bytes = (
-            torch.zeros_like(targets) if self._token_bytes is None else self._bytes_of(targets, self._token_bytes)
-        )
+        num_bytes = torch.zeros_like(targets) if self._token_bytes is None else bytes_of(targets, self._token_bytes)
         tasks = self.task_ids.flatten()[rows].long().clamp(min=0)
         values = torch.stack([losses, counted.to(losses.dtype), num_bytes.to(losses.dtype)]) * counted
         self.by_task.index_add_(1, tasks, values.to(self.by_task.dtype))
-
-    @staticmethod
-    def _bytes_of(targets: Tensor, token_bytes: Tensor) -> Tensor:
-        return token_bytes[targets.clamp(min=0)] * (targets != IGNORED)
 
 
 def _losses(logits: Tensor, targets: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class Panel:
 
 PANELS = (
     Panel("loss (nats per token)", ("loss",), ("eval_loss",)),
+    Panel("bits per byte of text", ("bits_per_byte",), ("eval_bits_per_byte",)),
     Panel("gradient norm", ("grad_norm", "max_grad_norm"), note=", thin: the largest of each interval"),
     Panel("learning rate", ("learning_rate",), noisy=False),
     Panel("throughput (tokens per second)", ("tok_per_sec",), unit="si"),

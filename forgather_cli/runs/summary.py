@@ -38,6 +38,8 @@ class Summary:
     last_eval_loss: float | None = None
     best_eval_loss: float | None = None
     best_eval_step: int | None = None
+    best_eval_bits_per_byte: float | None = None
+    """The lowest of its evaluations, to compare runs with other tokenizers by."""
     num_evaluations: int = 0
     tokens: int | None = None
     tokens_per_second: float | None = None
@@ -78,6 +80,7 @@ def summarize(run: RunDir) -> Summary:
     train = [float(r["loss"]) for r in records if is_number(r.get("loss"))]
     evals = [(float(r["eval_loss"]), int(r.get("step", 0))) for r in records if is_number(r.get("eval_loss"))]
     best, best_step = min(evals, default=(None, None))
+    bits = (float(r["eval_bits_per_byte"]) for r in records if is_number(r.get("eval_bits_per_byte")))
     speeds = sorted(float(r["tok_per_sec"]) for r in records if is_number(r.get("tok_per_sec")))
     told = _last(records, "train_runtime")  # by the run itself, at its end
     state, reason = state_of(run)
@@ -94,6 +97,7 @@ def summarize(run: RunDir) -> Summary:
         last_eval_loss=evals[-1][0] if evals else None,
         best_eval_loss=best,
         best_eval_step=best_step,
+        best_eval_bits_per_byte=min(bits, default=None),
         num_evaluations=len(evals),
         tokens=_last(records, "total_tokens"),
         tokens_per_second=speeds[len(speeds) // 2] if speeds else None,
@@ -169,6 +173,7 @@ def ordered(summaries: Sequence[Summary], by: str) -> list[Summary]:
 _SHORT = {
     "loss": "last_loss",
     "eval_loss": "best_eval_loss",
+    "bits_per_byte": "best_eval_bits_per_byte",
     "tok_per_sec": "tokens_per_second",
     "time": "seconds",
 }

@@ -252,7 +252,7 @@ class _Sweep:
             self.last_codes.append(code)
         if ended.told is None:
             return
-        state, step, loss, _, best, seconds = _cells(job, code)
+        state, step, loss, _, best, _, seconds = _cells(job, code)
         if self._live is None:
             numbers = f": step {step}, loss {loss}, best eval {best}, {seconds}" if job.run.metrics.exists() else ""
             print(f"{timestamp()} {self._head(ended.number)} {state}{numbers}", flush=True)
@@ -314,11 +314,13 @@ def _print_table(jobs: list[SweepJob], codes: dict[str, int]) -> None:
         Col("loss", right=True, droppable=1),
         Col("eval", right=True, droppable=2),
         Col("best eval", right=True),
+        Col("bits/byte", right=True, droppable=4),
         Col("time", right=True, droppable=3),
     )
     rows = [(job.name, *_cells(job, codes.get(job.name))) for job in jobs]
-    best = min((row[5] for row in rows if row[5] != "-"), default=None, key=float)
-    print_table(columns, rows, ["bold green" if row[5] == best else "" for row in rows])
+    by = 6 if all("-" not in row[6] for row in rows if row[5] != "-") else 5  # tokenizers may differ
+    best = min((row[by] for row in rows if row[by] != "-"), default=None, key=float)
+    print_table(columns, rows, ["bold green" if row[by] == best else "" for row in rows])
     sweep = jobs[0].run.root.parent
     tell(f"runs are in {sweep}; a picture of them: {shlex.join(['forgather', 'logs', 'plot', str(sweep)])}")
 
@@ -327,9 +329,10 @@ def _cells(job: SweepJob, code: int | None) -> list[str]:
     """What a job has measured, after how it stands."""
     state = _state(job, code)
     if not job.run.metrics.exists():
-        return [state, *["-"] * 5]
+        return [state, *["-"] * 6]
     each = summarize(job.run)
-    losses = [_loss(loss) for loss in (each.last_loss, each.last_eval_loss, each.best_eval_loss)]
+    numbers = each.last_loss, each.last_eval_loss, each.best_eval_loss, each.best_eval_bits_per_byte
+    losses = [_loss(number) for number in numbers]
     return [state, str(each.step), *losses, human_seconds(each.seconds)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from forgather_cli.config.schema import Config, FP8Settings, NoAdapter, QATSettings, RunSettings, Target
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
@@ -175,7 +175,11 @@ def collate_fn(script: ScriptSettings, model: nn.Module, collate: CollateFn | No
 
 
 def train_loader(
-    run: TrainingRun, dataset: Any, collate_fn: CollateFn | None, data_ranks: DataRanks | None
+    run: TrainingRun,
+    dataset: Any,
+    collate_fn: CollateFn | None,
+    data_ranks: DataRanks | None,
+    token_bytes: Tensor | None,
 ) -> TrainLoader:
     config, script, strategy, plan = run.config, run.script, run.strategy, run.batch_plan
     return TrainLoader(
@@ -195,6 +199,7 @@ def train_loader(
         vocab_size=known_vocab_size(strategy.parts) or run.data_description.get("vocab_size"),
         # a model or loss of the user's own may take others
         labels_are_ids=not any(isinstance(part, Target) for part in (config.model, config.loss)),
+        token_bytes=token_bytes,
         **_loader_settings(config, strategy.device),
     )
 

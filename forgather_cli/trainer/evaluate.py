@@ -21,7 +21,7 @@ from forgather_cli.config.schema import DataOption, RunSettings, typed
 from forgather_cli.data.loaders.iterable import is_empty
 from forgather_cli.distributed import all_sum, gather, on_rank_0, world
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.labels import take_num_tokens
+from forgather_cli.labels import bytes_of, label_shift, take_num_tokens
 from forgather_cli.loss import EvalMetrics, Loss
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy, without_targets
@@ -129,13 +129,15 @@ def evaluate(
     predictions: Predictions | None = None,
     run: TrainingRun | None = None,
     tasks: Tasks | None = None,
+    token_bytes: torch.Tensor | None = None,
 ) -> dict[str, float]:
     """Collective. The mean loss over the targets of a split; ``batches`` are this rank's, ``group`` is a CPU group of
     all ranks, and ``sync``: see ``in_rounds``. When it fails, the message names ``what`` and what it knows of ``run``.
 
     ``on_batch`` is called after each batch. The metrics carry ``prefix``: loss, perplexity (exp of loss, inf above the
     float range), tokens (without padding), targets (what the loss counts), runtime (seconds), samples_per_second.
-    Without a target there is no loss. With ``tasks`` also the loss and the bits per byte of each task (denoiser).
+    Without a target there is no loss. With ``token_bytes`` (``labels.bytes_of``) also bits_per_byte, and with ``tasks``
+    loss and bits per byte of each task (denoiser).
     ``predictions`` keeps the logits of each batch, which takes a second forward; batches may then lack labels, and do
     not count in the metrics.
     """
@@ -143,6 +145,8 @@ def evaluate(
     loss_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
     target_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
     token_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
+    byte_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
+    token_bytes = None if token_bytes is None else token_bytes.to(strategy.device)
     samples, has_labels = 0, False
     newest: list[Batch] = []
     here = world()
@@ -155,6 +159,8 @@ def evaluate(
                     loss, count = strategy.loss(batch)
                     loss_sum += loss
                     target_sum += count
+                    if token_bytes is not None:
+                        byte_sum += bytes_of(batch["labels"][:, label_shift(batch) :], token_bytes).sum()
                     if counted:
                         token_sum += tokens
                         samples += len(batch["input_ids"])
@@ -164,25 +170,34 @@ def evaluate(
                 on_batch()
         if not has_labels and predictions is not None:
             return {}
-        sums = torch.stack([loss_sum, target_sum, token_sum, torch.full_like(loss_sum, samples)])
-        total, targets, tokens_seen, samples_seen = all_sum(sums, here.group).tolist()
+        sums = torch.stack([loss_sum, target_sum, token_sum, byte_sum, torch.full_like(loss_sum, samples)])
+        total, targets, tokens_seen, num_bytes, samples_seen = all_sum(sums, here.group).tolist()
     except Exception as error:
         explain_evaluation(error, what, newest, args, strategy, run)
         raise
     copies = here.size // strategy.data_size  # of each batch
-    samples_seen /= copies
+    samples_seen, num_bytes = samples_seen / copies, num_bytes / copies
     seconds = time.perf_counter() - start
     metrics = {"tokens": int(tokens_seen) // copies, "targets": int(targets), "runtime": seconds}
     metrics["samples_per_second"] = samples_seen / seconds
     if targets:
         mean_loss = total / targets
         perplexity = math.exp(mean_loss) if mean_loss < _LOG_OF_MAX else math.inf
-        metrics = {"loss": mean_loss, "perplexity": perplexity, **metrics}
+        in_bits = {"bits_per_byte": total / math.log(2) / num_bytes} if num_bytes else {}
+        metrics = {"loss": mean_loss, "perplexity": perplexity, **in_bits, **metrics}
     else:
         log.warning("the %s split has no targets (every label is -100), and so no loss: check its labels", prefix)
     if tasks is not None:
         metrics |= tasks.read(here.group)
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
+
+
+def token_bytes_of(tokenizer: Any, loss: Loss | None) -> torch.Tensor | None:
+    """(V,) int64, on the CPU: the bytes of text that each token stands for. None where the tokenizer cannot tell, or
+    the loss is no likelihood."""
+    count = getattr(tokenizer, "bytes_of_tokens", None)  # a user's has none
+    found = count() if count is not None and loss is not None and loss.is_likelihood else None
+    return None if found is None else torch.from_numpy(found)
 
 
 class Tasks:
@@ -192,7 +207,7 @@ class Tasks:
         self._names, self._seen = names, seen
 
     def read(self, group: Any) -> dict[str, float]:
-        """Collective. ``loss_NAME`` and ``bits_per_byte_NAME`` of the tasks that had targets, and of all."""
+        """Collective. ``loss_NAME`` and ``bits_per_byte_NAME`` of the tasks that had targets."""
         losses, targets, sizes = all_sum(self._seen.by_task.clone(), group).tolist()
         found: dict[str, float] = {}
         for name, loss, count, size in zip(self._names, losses, targets, sizes, strict=True):
@@ -200,25 +215,20 @@ class Tasks:
                 found[f"loss_{name}"] = loss / count
             if size:
                 found[f"bits_per_byte_{name}"] = loss / math.log(2) / size
-        if sum(sizes):
-            found["bits_per_byte"] = sum(losses) / math.log(2) / sum(sizes)
         return found
 
 
 @contextmanager
-def tasks_of(loss: Loss | None, dataset: Any, tokenizer: Any, device: torch.device) -> Iterator[Tasks | None]:
-    """What counts the tasks of a split while ``loss`` is asked inside; None where the split names no tasks.
-
-    ``tokenizer``: tells the bytes of tokens, where it can.
-    """
+def tasks_of(
+    loss: Loss | None, dataset: Any, token_bytes: torch.Tensor | None, device: torch.device
+) -> Iterator[Tasks | None]:
+    """What counts the tasks of a split while ``loss`` is asked inside; None where the split names no tasks."""
     names = getattr(dataset, "task_names", None)
     if loss is None or not names:
         yield None
         return
-    count = getattr(tokenizer, "bytes_of_tokens", None)
-    sizes = count() if count is not None and loss.is_likelihood else None  # (V,) int64
     before = loss.eval_metrics
-    seen = before or EvalMetrics(device, None if sizes is None else torch.from_numpy(sizes), len(names))
+    seen = before or EvalMetrics(device, token_bytes, len(names))
     loss.eval_metrics = seen
     try:
         yield Tasks(names, seen)

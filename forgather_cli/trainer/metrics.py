@@ -76,6 +76,7 @@ class TrainMetrics:
         self._losses: list[tuple[Tensor, int]] = []  # not in the sums yet, with their targets
         self._norms: list[Tensor] = []
         self._steps = self._targets = self._tokens = self._decoder_tokens = 0
+        self._num_bytes: int | None = 0  # of the targets; None: not known of this interval
         self._skipped = 0  # of the interval's steps
         self._total_skipped = 0 if may_overflow else None
         self.total_tokens = self.total_samples = 0
@@ -122,6 +123,7 @@ class TrainMetrics:
         if not skipped or bool(distributed.all_sum(loss.clone(), self._world.group).isfinite()):
             self._losses.append((loss, counts.targets))
             self._targets += counts.targets
+            self._num_bytes = None if self._num_bytes is None else self._num_bytes + counts.num_bytes
             if len(self._losses) == _TOGETHER:
                 self._add_up()
         flops = self._flops.total(counts.positions, counts.square_lengths, counts.decoder_positions)
@@ -182,6 +184,8 @@ class TrainMetrics:
         logs: dict[str, float] = {}  # without what no step of the interval had, since all of them overflowed
         if self._targets or not self._skipped:
             logs["loss"] = loss_sum / max(self._targets, 1)
+        if self._num_bytes:
+            logs["bits_per_byte"] = loss_sum / math.log(2) / self._num_bytes
         if self._steps > self._skipped or not self._steps:
             logs["grad_norm"] = math.sqrt(norm_square_sum / max(self._steps - self._skipped, 1))
             logs["max_grad_norm"] = norm_max
@@ -198,7 +202,7 @@ class TrainMetrics:
             logs["data_time"] = interval.data_seconds / interval.steps
         for tensor in (self._loss_sum, self._norm_square_sum, self._norm_max):
             tensor.zero_()
-        self._steps = self._targets = self._tokens = self._decoder_tokens = self._skipped = 0
+        self._steps = self._targets = self._tokens = self._decoder_tokens = self._num_bytes = self._skipped = 0
         self.restart_clock()
         return logs, interval
 
@@ -241,6 +245,7 @@ class TrainMetrics:
             "norm_max": self._norm_max.cpu(),
             "counts": [self._steps, self._targets, self._tokens],
             "decoder_tokens": self._decoder_tokens,
+            "num_bytes": self._num_bytes,
             "totals": [self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets],
             "skipped": [self._skipped, self._total_skipped],
         }
@@ -258,9 +263,11 @@ class TrainMetrics:
         self._norm_square_sum.copy_(state["norm_square_sum"])
         self._norm_max.copy_(state["norm_max"])
         self._steps, self._targets, self._tokens = state["counts"]
-        more = {"decoder_tokens": 0, "skipped": (0, None), **state}  # checkpoints of 0.1 lack them
-        check_fields(more, {"decoder_tokens": COUNT, "skipped": several(COUNT, optional(COUNT))}, "metrics")
-        self._decoder_tokens = more["decoder_tokens"]
+        # checkpoints of 0.1 lack these, those of 0.2 the bytes, which are not known then of an interval that has begun
+        more = {"decoder_tokens": 0, "skipped": (0, None), "num_bytes": None if self._steps else 0, **state}
+        kinds = {"decoder_tokens": COUNT, "num_bytes": optional(COUNT), "skipped": several(COUNT, optional(COUNT))}
+        check_fields(more, kinds, "metrics")
+        self._decoder_tokens, self._num_bytes = more["decoder_tokens"], more["num_bytes"]
         self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets = state["totals"]
         self._skipped, total = more["skipped"]
         self._total_skipped = self._total_skipped if total is None else total

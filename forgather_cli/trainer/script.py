@@ -214,10 +214,11 @@ class Trainer(Loop):
         """Collective. The arrays that ``predictions`` keeps of a split, by name, if it is given; and the metrics."""
         run = self.run
         loader = self._eval_loader(dataset)
-        with evaluation.tasks_of(self._loss, loader.dataset, self.processing_class, run.strategy.device) as tasks:
+        with evaluation.tasks_of(self._loss, loader.dataset, self._token_bytes, run.strategy.device) as tasks:
             metrics = evaluation.evaluate(
                 run.strategy, loader, run.config, what=what, prefix=prefix, group=run.cpu_group, sync=sync, run=run,
                 on_batch=partial(self.emit, "on_prediction_step"), predictions=predictions, tasks=tasks,
+                token_bytes=self._token_bytes,
             )  # fmt: skip
         arrays = {} if predictions is None else predictions.gathered(run.cpu_group)
         if self.compute_metrics is not None and arrays.get("labels") is not None:
@@ -281,7 +282,9 @@ class Trainer(Loop):
             raise DataError("train_dataset: missing; give the Trainer one")
         strategy = self.strategy
         self.run.batch_plan = batch_plan(self.run.config, strategy.data_size, multiple_of=strategy.batch_multiple)
-        return MicrobatchLoader(train_loader(self.run, self.train_dataset, self._collate_fn, self._data_ranks))
+        return MicrobatchLoader(
+            train_loader(self.run, self.train_dataset, self._collate_fn, self._data_ranks, self._token_bytes)
+        )
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         """Collective. This rank's batches of a split (default: ``eval_dataset``), every example once over all ranks.
@@ -407,7 +410,11 @@ class Trainer(Loop):
         made = self.get_train_dataloader()
         if isinstance(made, MicrobatchLoader):
             return made.loader
-        return train_loader(self.run, made, self._collate_fn, self._data_ranks)
+        return train_loader(self.run, made, self._collate_fn, self._data_ranks, self._token_bytes)
+
+    @cached_property
+    def _token_bytes(self) -> Tensor | None:
+        return evaluation.token_bytes_of(self.processing_class, self._loss)
 
     def _make_optimizer(self, total_steps: int | None) -> None:
         """Anew for each training, unless the script has set one since."""

@@ -15,7 +15,7 @@ your own, a colon and overrides of ``forgather train``. ``--rates`` takes each o
 
 The number: the sum of the losses of all targets of the whole held-out split, in sequences as they are trained on, over
 the bytes of those targets; its standard error is over documents. Every model is measured by the same function here,
-from its Hugging Face directory. ``table`` chooses each recipe's rate by the runs with seeds below ``--fresh`` and shows
+from its Hugging Face directory. Times begin with an empty cache: training a tokenizer and tokenizing count. ``table`` chooses each recipe's rate by the runs with seeds below ``--fresh`` and shows
 the runs of that rate with the seeds from there on, where there are any. Two recipes are compared by the differences of
 their runs with equal seeds: Student's t-test, with Holm's correction over the claims of a table. Times are seconds of
 one thread, of runs on the same processor: this one's for ``--as-long-as``, that of most runs in ``table``.
@@ -159,9 +159,9 @@ def run_one(job: Job) -> dict[str, Any]:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
-        config = load_config(None, words_of(job, root)).config
-        data = load_data(config.data, seed=job.seed)
+        config = load_config(None, [*words_of(job, root), f"cache_dir={folder}/cache"]).config
         begin = time.process_time()
+        data = load_data(config.data, seed=job.seed)
         if job.recipe in RIVALS:
             model, parameters = _rival(job, config, data, root)
         else:
@@ -298,11 +298,7 @@ def nats_of_documents(model: Any, data: Any, precision: str) -> list[tuple[float
     import torch.nn.functional as F
 
     end = data.tokenizer.eos_token_id
-    length = {
-        token: len(data.tokenizer.decode([token]).encode()) if data.vocab_size > 257 else 1
-        for token in range(data.vocab_size)
-    }
-    length[end] = 0
+    length = data.tokenizer.bytes_of_tokens().tolist()
     found: list[list[float]] = [[0.0, 0]]
     model.eval()
     with torch.inference_mode():

@@ -237,7 +237,7 @@ def test_a_tracker_of_the_user_s_is_named_by_its_class(tmp_path: Path) -> None:
     words = ["names=[test_trackers.FileTracker]", "init_kwargs={test_trackers.FileTracker: {suffix: log}}"]
     train(tmp_path, *(f"+callbacks.trackers.{word}" for word in words), "eval_steps=100", "max_steps=2")
     lines = (tmp_path / "trackers/forgather.log").read_text().splitlines()
-    assert lines == ["begin", "1 train/epoch", "2 train/data_time", "2 train/data_seconds"]
+    assert lines == ["begin", "1 train/bits_per_byte", "2 train/bits_per_byte", "2 train/data_seconds"]
 
 
 def test_accelerate_s_logger_still_needs_a_partial_state() -> None:

@@ -113,7 +113,7 @@ def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> 
         run.exit.unlink(missing_ok=True)
         if told is not None:
             write_exit_record(run, told, code or 0, "because", 3)
-        assert _cells(SweepJob("x", [], run), code) == [shown, "-", "-", "-", "-", "-"]
+        assert _cells(SweepJob("x", [], run), code) == [shown, *["-"] * 6]
         assert SweepJob("x", [], run).is_done == (told == "done"), "only what is done is not started again"
 
 

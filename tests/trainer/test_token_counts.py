@@ -1,4 +1,5 @@
-"""``tokens`` are what is not padding and ``targets`` what the loss counts, in logs, evaluations and at the end.
+"""``tokens`` are what is not padding and ``targets`` what the loss counts, in logs, evaluations and at the end;
+``bits_per_byte`` is over the bytes of text that the targets stand for.
 
 What is expected is counted from the texts: a byte is a token, and each document ends with one more.
 """
@@ -6,12 +7,14 @@ What is expected is counted from the texts: a byte is a token, and each document
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
 from program import forgather
+from tokenizers import Tokenizer
 from torch import Tensor
 
 TEXTS = ["a" * 7, "bc" * 9, "defg" * 3, "h" * 30, "ij" * 4, "k"]
@@ -49,14 +52,19 @@ PAIRS = [f"data.{name}=[pairs.jsonl]" for name in ("files", "eval_files")]
 ENCODER_DECODER = [
     "model=qwen3_encdec", "hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2", "num_sentinel_tokens=16",
 ]  # fmt: skip
-# data: tokens and targets of an epoch. A row's first token is no target, and each text is in a row of its own or, where
+# data: tokens and targets of an epoch, and the targets' bytes.
+# A row's first token is no target, and each text is in a row of its own or, where
 # documents are isolated, loses its first one too
-SPLITS: dict[str, tuple[list[str], int, int]] = {
-    "pad": ([*TEXT, "data.packing=pad"], WHOLE, WHOLE - len(TEXTS)),
-    "best_fit": ([*TEXT, "data.packing=best_fit", "data.isolate_documents=true"], WHOLE, WHOLE - len(TEXTS)),
+SPLITS: dict[str, tuple[list[str], int, int, int]] = {
+    "pad": ([*TEXT, "data.packing=pad"], WHOLE, WHOLE - len(TEXTS), WHOLE - 2 * len(TEXTS)),
+    "best_fit": (
+        [*TEXT, "data.packing=best_fit", "data.isolate_documents=true"],
+        WHOLE, WHOLE - len(TEXTS), WHOLE - 2 * len(TEXTS),
+    ),
     "instruct": (
         ["data=instruct", *CHATS, "data.chat_template=template.jinja", "data.packing=pad", f"data.seq_len={SEQ_LEN}"],
         sum(len(asked) + len(answer) for asked, answer in TALKS),
+        SAID,
         SAID,
     ),
     # a target ends with a token
@@ -64,18 +72,20 @@ SPLITS: dict[str, tuple[list[str], int, int]] = {
         ["data=seq2seq", *PAIRS, *ENCODER_DECODER, "data.packing=pad"],
         sum(len(asked) + len(answer) + 1 for asked, answer in TALKS),
         SAID + len(TALKS),
+        SAID,
     ),
     "seq2seq packed": (
         ["data=seq2seq", *PAIRS, *ENCODER_DECODER, "max_encoder_length=32", "max_decoder_length=32"],
         sum(len(asked) + len(answer) + 1 for asked, answer in TALKS),
         SAID + len(TALKS),
+        SAID,
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_tokens_are_without_padding_and_targets_what_the_loss_counts(name: str) -> None:
-    words, tokens, targets = SPLITS[name]
+    words, tokens, targets, num_bytes = SPLITS[name]
     assert forgather("train", *BASE, *words) == 0
     logged, last = [each for each in tiny.metrics("run") if "tokens" in each], tiny.metrics("run")[-1]
     assert sum(each["tokens"] for each in logged) == EPOCH * tokens
@@ -86,9 +96,35 @@ def test_tokens_are_without_padding_and_targets_what_the_loss_counts(name: str) 
     assert all(each["tok_per_sec"] * each["step_time"] == pytest.approx(each["tokens"]) for each in timed)
     evaluated = [each for each in tiny.metrics("run") if "eval_loss" in each]
     assert {(each["eval_tokens"], each["eval_targets"]) for each in evaluated} == {(tokens, targets)}
+    assert [_bytes(each) for each in evaluated] == pytest.approx([num_bytes] * EPOCH)
+    assert sum(map(_bytes, logged)) == pytest.approx(EPOCH * num_bytes)
     if name.startswith("seq2seq"):
         assert sum(each["decoder_tokens"] for each in logged) == EPOCH * targets
         assert all(each["tokens"] == each["encoder_tokens"] + each["decoder_tokens"] for each in logged)
+
+
+def _bytes(record: dict[str, float]) -> float:
+    """Of which a record's bits per byte are the mean."""
+    kind = "eval_" if "eval_loss" in record else ""
+    return record[f"{kind}loss"] * record[f"{kind}targets"] / math.log(2) / record[f"{kind}bits_per_byte"]
+
+
+def test_a_token_has_the_bytes_of_its_text() -> None:
+    texts = ["the cat, the hat", "naïve 🙂🙂 naïve 🙂🙂", "日本語の日本語 the"] * 4
+    Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    assert forgather("train", *BASE, *TEXT, "data.packing=pad", "data.tokenizer=bpe", "data.bpe_vocab_size=300") == 0
+    [file] = Path("cache").rglob("tokenizer.json")
+    first = [Tokenizer.from_file(str(file)).encode(text).offsets[0][1] for text in texts]  # characters
+    num_bytes = sum(len(text[n:].encode()) for text, n in zip(texts, first, strict=True))
+    evaluated = [each for each in tiny.metrics("run") if "eval_loss" in each]
+    assert [_bytes(each) for each in evaluated] == pytest.approx([num_bytes] * EPOCH)
+
+
+def test_of_a_loss_that_is_no_likelihood_and_of_a_script_there_are_none(tmp_path: Path) -> None:
+    assert forgather("train", *BASE, *TEXT, "label_smoothing=0.1") == 0
+    trainer = tiny.script(tmp_path / "script", max_steps=1)
+    trainer.train()
+    assert not any("bits_per_byte" in name for each in tiny.metrics("run") + trainer.state.log_history for name in each)
 
 
 def test_the_last_row_of_an_evaluation_is_counted_as_far_as_it_is_filled() -> None:

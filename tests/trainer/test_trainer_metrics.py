@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -117,16 +118,29 @@ def test_an_open_intervals_sums_survive_a_resume_whenever_it_is_cut() -> None:
     def logged(*cuts: int) -> dict[str, float]:
         metrics = TrainMetrics(CPU, World(), 0, Flops(1.0, 1.0))
         for n, (loss, norm, targets) in enumerate(steps):
-            metrics.add(Counts(targets, 8, 64, 1), loss, norm)
+            metrics.add(Counts(targets, 8, 64, 1, num_bytes=3 * targets), loss, norm)
             if n in cuts:
                 metrics.fold()
                 state, metrics = metrics.state_dict(), TrainMetrics(CPU, World(), 0, Flops(1.0, 1.0))
                 metrics.load_state_dict(state)
         logs, _ = metrics.read()
-        return {name: logs[name] for name in ("loss", "grad_norm", "max_grad_norm", "tokens")}
+        return {name: logs[name] for name in ("loss", "bits_per_byte", "grad_norm", "max_grad_norm", "tokens")}
 
     whole = logged()
     assert whole["loss"] == pytest.approx(sum(float(x) * t for x, _, t in steps) / sum(t for *_, t in steps))
     assert whole["max_grad_norm"] == max(float(norm) for _, norm, _ in steps)
     for cuts in ((0,), (3, 15), (16, 31), tuple(range(40))):
         assert logged(*cuts) == whole
+
+
+def test_the_bytes_of_an_interval_that_a_checkpoint_of_0_2_left_open_are_not_known() -> None:
+    metrics = TrainMetrics(CPU, World(), 0, Flops(1.0, 1.0))
+    step = Counts(4, 8, 64, 1, num_bytes=6), torch.tensor(1.0), torch.tensor(1.0)
+    metrics.add(*step)
+    state = metrics.state_dict()
+    del state["num_bytes"]
+    metrics.load_state_dict(state)
+    metrics.add(*step)
+    assert "bits_per_byte" not in metrics.read()[0]
+    metrics.add(*step)
+    assert metrics.read()[0]["bits_per_byte"] == pytest.approx(4 / math.log(2) / 6)

@@ -62,7 +62,7 @@ _NEW_RUN = OnlyIf(  # one that is gone on with is not overwritten; overwrite_out
 )
 
 
-EVALUATED = ("loss", "perplexity", "tokens", "targets", "runtime", "samples_per_second")
+EVALUATED = ("loss", "perplexity", "bits_per_byte", "tokens", "targets", "runtime", "samples_per_second")
 """What every evaluation measures, behind its prefix (``eval_loss``)."""
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.errors import DataError
-from forgather_cli.labels import take_num_tokens, targets_of
+from forgather_cli.labels import IGNORED, bytes_of, label_shift, take_num_tokens
 
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, labels aligned with them, -100 = no target, and what else there is."""
@@ -31,7 +31,7 @@ class Counts(NamedTuple):
     """What the batches of one optimizer step hold, counted on the CPU."""
 
     targets: int = 0
-    """Counted ones (``labels.targets_of``)."""
+    """Counted ones."""
     tokens: int = 0
     """Without padding; of an encoder-decoder those of both sides."""
     square_lengths: int = 0
@@ -42,13 +42,15 @@ class Counts(NamedTuple):
     positions: int = 0
     """Tokens and padding, which is computed as they are."""
     decoder_positions: int = 0
+    num_bytes: int = 0
+    """Of text that the targets stand for; 0 where nobody can tell."""
 
     @classmethod
-    def of(cls, microbatches: list[Batch]) -> Counts:
+    def of(cls, microbatches: list[Batch], token_bytes: Tensor | None = None) -> Counts:
         """Of one rank's share, which is left without ``labels.LENGTHS``. Raises DataError for a batch without usable
-        labels.
+        labels. ``token_bytes``: see ``labels.bytes_of``.
         """
-        targets = tokens = squares = samples = decoder_tokens = positions = decoder_positions = 0
+        targets = tokens = squares = samples = decoder_tokens = positions = decoder_positions = num_bytes = 0
         for batch in microbatches:
             labels = batch.get("labels")
             if labels is None:
@@ -59,7 +61,10 @@ class Counts(NamedTuple):
             if labels.shape != batch.get("input_ids", labels).shape or labels.ndim != 2 or labels.is_floating_point():
                 check_labels(batch, "train_dataset")
             # torch: numpy's code is cold here, after a step's kernels, and takes longer, up to 100,000 labels
-            targets += int(targets_of(batch))
+            wanted = labels[:, label_shift(batch) :]
+            targets += int((wanted != IGNORED).sum())
+            if token_bytes is not None:
+                num_bytes += int(bytes_of(wanted, token_bytes).sum())
             both, decoder = take_num_tokens(batch)
             tokens += int(both)
             decoder_tokens += int(decoder)
@@ -70,7 +75,7 @@ class Counts(NamedTuple):
             samples += rows
             positions += rows * (length + decoded)
             decoder_positions += rows * decoded
-        return cls(targets, tokens, squares, samples, decoder_tokens, positions, decoder_positions)
+        return cls(targets, tokens, squares, samples, decoder_tokens, positions, decoder_positions, num_bytes)
 
 
 @dataclass(frozen=True)

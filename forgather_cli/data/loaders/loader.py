@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from forgather_cli.data.loaders.collate import (
     Batch,
@@ -51,7 +52,7 @@ class TrainLoader:
     This rank reads slice ``rank`` of ``size``. With ``data_ranks`` iterable data is read by rank 0 for all ranks, or
     with ``dispatch=False`` by each for itself, which may end at different steps (``IterableRounds``); making a loader
     and every step are then collective. With ``vocab_size`` the ids of the first steps are checked against it, and where
-    ``labels_are_ids`` the labels. With
+    ``labels_are_ids`` the labels. With ``token_bytes`` (V,) a step's counts tell the bytes of its targets. With
     ``group_by_length``, the name of the column of lengths (``lengths_of``), samples of like length come together.
     """
 
@@ -78,8 +79,10 @@ class TrainLoader:
         dispatch: bool | None = None,
         vocab_size: int | None = None,
         labels_are_ids: bool = False,
+        token_bytes: Tensor | None = None,
     ) -> None:
         check_dataset(dataset, "train_dataset")
+        self._token_bytes = token_bytes
         self.dataset, self._vocab_size, self._labels_are_ids = dataset, vocab_size, labels_are_ids
         self.global_batch_size = global_batch_size
         self._device, self._pin_memory = torch.device(device), pin_memory
@@ -140,7 +143,7 @@ class TrainLoader:
         for number, (batches, position) in enumerate(self._data.read(self._position)):
             if number < _CHECKED_STEPS and self._vocab_size is not None:
                 _check_ids(batches, self._vocab_size, labels_too=self._labels_are_ids)
-            yield batches, (Counts.of(batches), position)
+            yield batches, (Counts.of(batches, self._token_bytes), position)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of ``epoch``; if it is the present one, keep the position."""
