@@ -171,10 +171,12 @@ class ConfigBuilder:
         numbers: dict[Path | None, int] = {file: number for number, file in enumerate(self.files)}
         layers = {path: numbers.get(change.source, len(self.files)) for path, change in self.given.items()}
         layers |= dict.fromkeys(self.chosen, len(self.files))
+        choosing = (n for path, n in layers.items() if path.split(".")[0] in ("model", "tokenizer_default"))
         try:
             config = decode(tree, naming=naming, unresolved={*failed, *unknown})
             if not unknown:
-                self.problems += rule_problems(config, layers)
+                # what chooses the tokenizer (``_complete``) may come later than what is said of another
+                self.problems += rule_problems(config, {"data.tokenizer": max(choosing, default=-1), **layers})
             self.problems += [] if self.problems else target_problems(config)
         except ConfigError as error:
             raise ConfigError(list(dict.fromkeys([*self.problems, *error.problems]))) from error
@@ -186,10 +188,12 @@ class ConfigBuilder:
         """Fill in the settings of a resolved tree that follow from others."""
         tree["recipe"] = self.recipe
         tree["callbacks"] = {} if tree.get("callbacks") is None else tree["callbacks"]  # ~callbacks: none
-        # data.tokenizer=null: that of the model's directory, whose weights know no other tokens; without one, bytes
+        # data.tokenizer=null: that of the model's directory, whose weights know no other tokens; else a corpus gets the
+        # recipe's default
         data = tree.get("data")
         if isinstance(data, dict) and "_target_" not in data and data.get("tokenizer") is None:
-            data["tokenizer"] = _directory(tree)[1] or "bytes"
+            is_corpus = data.get("type") in ("python_stdlib", "text", "hf") and not data.get("streaming")
+            data["tokenizer"] = _directory(tree)[1] or (tree.get("tokenizer_default") if is_corpus else None) or "bytes"
         # the first parameter group that matches wins, so the user's come before the shipped ones. A saved config is in
         # that order already: there only groups that the command line adds are moved
         optimizer = _mapping(tree.get("optimizer"))

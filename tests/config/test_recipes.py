@@ -16,6 +16,7 @@ from forgather_cli.config import options, schema
 from forgather_cli.config.decode import to_tree
 from forgather_cli.config.load import load_config
 from forgather_cli.config.paths import members, root_keys, settings
+from forgather_cli.errors import ConfigError
 
 CONF = options.shipped("conf")
 RECIPES = options.shipped("recipes")
@@ -130,6 +131,28 @@ def test_a_rate_that_was_chosen_for_weights_is_not_warned_of(own: Path) -> None:
     assert {recipe: load_config(recipe, words, cwd=own).notes for recipe, words in KNOWING.items()} == dict.fromkeys(
         KNOWING, ()
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "tokenizer"),
+    [
+        ([], "bpe"), (["data=text", "data.files=[a]"], "bpe"), (["data=hf", "dataset=a"], "bpe"),
+        (["tokenizer_default=bytes"], "bytes"), (["tokenizer=bytes"], "bytes"), (["tokenizer=theirs"], "theirs"),
+        (BASE, "/nowhere"), (["data=hf", "dataset=a", "streaming=true"], "bytes"),
+        (["data=tokens", "data.files=[a]"], "bytes"), (["data=synthetic"], "bytes"),
+    ],
+)  # fmt: skip
+def test_a_recipe_s_tokenizer_is_for_a_corpus_where_nothing_else_names_one(words: list[str], tokenizer: str) -> None:
+    found = load_config("pretrain_60m", words)  # which has a bpe_vocab_size
+    assert getattr(found.config.data, "tokenizer", None) == tokenizer
+    assert load_config(None, [each for each in words if each != "tokenizer_default=bytes"]).config.data.tokenizer == (
+        "bytes" if tokenizer == "bpe" else tokenizer
+    )
+
+
+def test_the_size_of_a_bpe_beside_a_model_s_own_tokenizer_is_a_mistake_of_who_types_both() -> None:
+    with pytest.raises(ConfigError, match=r"^bpe_vocab_size: nothing reads it with tokenizer=/nowhere"):
+        load_config("pretrain_60m", [*BASE, "bpe_vocab_size=300"])
 
 
 def test_options_compose_and_are_of_their_type(tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ class RunSettings(Settings):
     ] = "all"
     ignore_data_skip: Annotated[bool, _ON_RESUME] = False
 
+    # of a corpus (data=python_stdlib, text, hf without streaming) where neither data.tokenizer nor the model names one
+    tokenizer_default: Literal["bytes", "bpe"] = "bytes"
     dataloader_num_workers: Count = 0
     dataloader_prefetch_factor: Annotated[PositiveInt | None, _WORKERS] = None
     dataloader_pin_memory: bool | None = None  # null: on CUDA
