@@ -32,7 +32,8 @@ def evaluation_entries(metrics: Logs) -> tuple[str, list[tuple[str, str]]]:
     values = {name: value for name, value in values.items() if name not in ("tokens", "targets")}
     first = {"loss": ".4f", "bits_per_byte": ".4f", "perplexity": ".4g"}
     ordered = {**{k: values[k] for k in first if k in values}, **values}
-    entries = [(label, format_value(value, first.get(label, ".4g"))) for label, value in ordered.items()]
+    labels = {"bits_per_byte": "bits/byte"}  # as the columns have it
+    entries = [(labels.get(k, k), format_value(value, first.get(k, ".4g"))) for k, value in ordered.items()]
     if runtime is not None:
         entries.append(("took", f"{runtime:.2f}s"))
     if speed is not None:
@@ -160,8 +161,11 @@ class TableDisplay:
             before = self._header[: names.index("loss")]
             room = len(header(before)) - len(start)
             if room >= len(prefix):
-                text = f"{start}{prefix:>{room}}{SEPARATOR}{loss:>{self._header[len(before)].width}}"
-                entries = [entry for entry in entries if entry[0] != "loss"]
+                text = f"{start}{prefix:>{room}}"
+                for column in self._header[len(before) :]:
+                    if not entries or entries[0][0] not in (column.name, column.label):
+                        break
+                    text += f"{SEPARATOR}{entries.pop(0)[1]:>{column.width}}"
         for label, value in entries:
             more = f"{SEPARATOR}{label} {value}"
             if len(text + more) > self._screen.width:

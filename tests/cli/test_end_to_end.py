@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -151,9 +152,9 @@ def test_on_a_terminal_everything_is_aligned_and_control_c_leaves_it_clean(corpu
     assert "SIGINT: saving after this step; a second signal ends at once" in lines
     header = next(line for line in lines if line.startswith("   step   epoch      loss"))
     trained = next(line for line in lines if re.match(r" +1 +0\.00 +5\.\d{4} ", line))
-    evaluated = next(line for line in lines if re.match(r" +10 +eval +\d\.\d{4}  perplexity ", line))
-    for line in (trained, evaluated):
-        assert re.match(r"\d\.\d{4}$", line[: header.index("loss") + 4].split()[-1])
+    evaluated = next(line for line in lines if re.match(r" +10 +eval +\d\.\d{4} +\d\.\d{4}  perplexity ", line))
+    for line, name in itertools.product((trained, evaluated), ("loss", "bits/byte")):
+        assert re.match(r"\d\.\d{4}$", line[: header.index(name) + len(name)].split()[-1])
     assert not [line for line in lines if "warning" in line.lower()]
     newest = RunDir(Path("run")).checkpoint_steps()[-1]
     place = lines.index("run      run")

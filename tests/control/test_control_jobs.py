@@ -81,7 +81,10 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
         facts = dict(re.split(r" {2,}", line.strip(), maxsplit=1) for line in say("status")[1].splitlines())
         assert re.fullmatch(r"\d+ steps", facts["not saved"])
         assert re.fullmatch(r"\d+:\d\d:\d\d", facts["eta"])  # as training's bar shows it
-        assert re.fullmatch(r"loss \d\.\d{4}  perplexity [\d.]+  .*took \d+\.\d\ds  samples/s [\d.]+", facts["eval"])
+        assert re.fullmatch(
+            r"loss \d\.\d{4}  bits/byte \d\.\d{4}  perplexity [\d.]+  .*took \d+\.\d\ds  samples/s [\d.]+",
+            facts["eval"],
+        )
         assert not re.search(r"eval_|(^| )tokens ", facts.get("others", ""))  # tokens are the run's, above
         assert say("list")[1].splitlines()[0].split()[4] == "eta"
         assert now["eta_seconds"] > 0
