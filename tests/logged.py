@@ -23,7 +23,7 @@ def make_run(root: Path, losses: list[float], overrides: tuple[str, ...] = (), *
     (root / "origin.yaml").write_text(yaml.safe_dump({"recipe": "default", "overrides": list(overrides)}))
     records = [
         {"time": f"2026-01-01T00:{n // 6:02}:{n % 6}0.000+00:00", "step": 10 * (n + 1), "loss": loss,
-         "eval_loss": loss + 1, "total_tokens": 1000 * (n + 1)}
+         "eval_loss": loss + 1, "eval_bits_per_byte": 5 - loss, "total_tokens": 1000 * (n + 1)}
         for n, loss in enumerate(losses)
     ]  # fmt: skip
     if losses:

@@ -52,6 +52,7 @@ def test_runs_are_sorted_by_what_they_measured_or_by_a_setting(sweep: Path, caps
         return [each["settings"]["learning_rate"] for each in summaries(capsys, str(sweep), *words)]
 
     assert rates("--sort", "eval_loss") == ["0.003", "0.001", "0.0003"]  # those without come last
+    assert rates("--sort", "bits_per_byte") == ["0.001", "0.003", "0.0003"]
     assert rates("--sort", "learning_rate") == ["0.0003", "0.001", "0.003"]
     assert rates("--sort", "learning_rate", "--reverse") == ["0.003", "0.001", "0.0003"]
     told = refusal(capsys, "logs", "summary", str(sweep), "--sort", "eval_los")

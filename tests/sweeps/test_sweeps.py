@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from program import SMALL, Process, document, forgather, refusal
@@ -12,7 +13,7 @@ from terminal import Terminal
 
 from forgather_cli.launch.exit_status import State, write_exit_record
 from forgather_cli.run_dir import RunDir
-from forgather_cli.sweeps.run import SweepJob, _cells
+from forgather_cli.sweeps.run import SweepJob, _cells, _print_table
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
@@ -115,6 +116,24 @@ def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> 
             write_exit_record(run, told, code or 0, "because", 3)
         assert _cells(SweepJob("x", [], run), code) == [shown, *["-"] * 6]
         assert SweepJob("x", [], run).is_done == (told == "done"), "only what is done is not started again"
+
+
+@pytest.mark.parametrize(("of_bytes", "best"), [({"eval_bits_per_byte": 1.7}, 1), ({}, 0)])
+def test_the_best_job_is_that_of_the_fewest_bits_where_all_know_them(
+    of_bytes: dict[str, float], best: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token of bytes is one byte, of a BPE several: their losses do not compare."""
+    jobs = [SweepJob(name, [], RunDir(tmp_path / name)) for name in ("bytes", "bpe")]
+    logged = {"eval_loss": 1.2, **of_bytes}, {"eval_loss": 3.1, "eval_bits_per_byte": 1.4}
+    for job, record in zip(jobs, logged, strict=True):
+        job.run.root.mkdir()
+        job.run.metrics.write_text(json.dumps({"step": 4, **record}) + "\n")
+    shown: list[Any] = []
+    monkeypatch.setattr("forgather_cli.sweeps.run.print_table", lambda *table: shown.extend(table))
+    _print_table(jobs, {})
+    _, rows, styles = shown
+    assert [row[5:7] for row in rows] == [("1.2000", "1.7000" if of_bytes else "-"), ("3.1000", "1.4000")]
+    assert [bool(style) for style in styles] == [n == best for n in range(2)]
 
 
 def test_a_sweep_checks_all_jobs_before_the_first(capsys: pytest.CaptureFixture[str]) -> None:
