@@ -15,10 +15,11 @@ your own, a colon and overrides of ``forgather train``. ``--rates`` takes each o
 
 The number: the sum of the losses of all targets of the whole held-out split, in sequences as they are trained on, over
 the bytes of those targets; its standard error is over documents. Every model is measured by the same function here,
-from its Hugging Face directory. Times begin with an empty cache: training a tokenizer and tokenizing count. ``table`` chooses each recipe's rate by the runs with seeds below ``--fresh`` and shows
+from its Hugging Face directory. ``table`` chooses each recipe's rate by the runs with seeds below ``--fresh`` and shows
 the runs of that rate with the seeds from there on, where there are any. Two recipes are compared by the differences of
 their runs with equal seeds: Student's t-test, with Holm's correction over the claims of a table. Times are seconds of
-one thread, of runs on the same processor: this one's for ``--as-long-as``, that of most runs in ``table``.
+one thread, of runs on the same processor: this one's for ``--as-long-as``, that of most runs in ``table``. They begin
+with an empty cache: training a tokenizer and tokenizing count.
 """
 
 from __future__ import annotations
