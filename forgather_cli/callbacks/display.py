@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from textwrap import wrap
 from typing import Any
 
-from forgather_cli.callbacks.columns import SEPARATOR, Column, duration, fit, format_value, header, row
+from forgather_cli.callbacks.columns import SEPARATOR, STEP_COLUMNS, Column, duration, fit, format_value, header, row
 from forgather_cli.callbacks.console import Stream, say, timestamp
 from forgather_cli.callbacks.screen import Screen
 from forgather_cli.terminal.folding import fold
@@ -32,7 +32,7 @@ def evaluation_entries(metrics: Logs) -> tuple[str, list[tuple[str, str]]]:
     values = {name: value for name, value in values.items() if name not in ("tokens", "targets")}
     first = {"loss": ".4f", "bits_per_byte": ".4f", "perplexity": ".4g"}
     ordered = {**{k: values[k] for k in first if k in values}, **values}
-    labels = {"bits_per_byte": "bits/byte"}  # as the columns have it
+    labels = {"bits_per_byte": STEP_COLUMNS["bits_per_byte"].label}
     entries = [(labels.get(k, k), format_value(value, first.get(k, ".4g"))) for k, value in ordered.items()]
     if runtime is not None:
         entries.append(("took", f"{runtime:.2f}s"))

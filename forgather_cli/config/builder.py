@@ -171,12 +171,13 @@ class ConfigBuilder:
         numbers: dict[Path | None, int] = {file: number for number, file in enumerate(self.files)}
         layers = {path: numbers.get(change.source, len(self.files)) for path, change in self.given.items()}
         layers |= dict.fromkeys(self.chosen, len(self.files))
-        choosing = (n for path, n in layers.items() if path.split(".")[0] in ("model", "tokenizer_default"))
+        name, directory = _directory(tree)  # what data.tokenizer follows from where nobody has set it (``_complete``)
+        causes = ("model", f"model.{name}") if directory else ("tokenizer_default", "data.streaming")
+        since = max((layer for path, layer in layers.items() if path in causes), default=-1)
         try:
             config = decode(tree, naming=naming, unresolved={*failed, *unknown})
             if not unknown:
-                # what chooses the tokenizer (``_complete``) may come later than what is said of another
-                self.problems += rule_problems(config, {"data.tokenizer": max(choosing, default=-1), **layers})
+                self.problems += rule_problems(config, {"data.tokenizer": since, **layers})
             self.problems += [] if self.problems else target_problems(config)
         except ConfigError as error:
             raise ConfigError(list(dict.fromkeys([*self.problems, *error.problems]))) from error

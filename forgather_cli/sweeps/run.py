@@ -318,7 +318,7 @@ def _print_table(jobs: list[SweepJob], codes: dict[str, int]) -> None:
         Col("time", right=True, droppable=3),
     )
     rows = [(job.name, *_cells(job, codes.get(job.name))) for job in jobs]
-    by = 6 if all("-" not in row[6] for row in rows if row[5] != "-") else 5  # tokenizers may differ
+    by = 6 if all(row[6] != "-" for row in rows if row[5] != "-") else 5  # tokenizers may differ
     best = min((row[by] for row in rows if row[by] != "-"), default=None, key=float)
     print_table(columns, rows, ["bold green" if row[by] == best else "" for row in rows])
     sweep = jobs[0].run.root.parent

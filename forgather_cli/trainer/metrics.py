@@ -123,7 +123,8 @@ class TrainMetrics:
         if not skipped or bool(distributed.all_sum(loss.clone(), self._world.group).isfinite()):
             self._losses.append((loss, counts.targets))
             self._targets += counts.targets
-            self._num_bytes = None if self._num_bytes is None else self._num_bytes + counts.num_bytes
+            if self._num_bytes is not None:
+                self._num_bytes += counts.num_bytes
             if len(self._losses) == _TOGETHER:
                 self._add_up()
         flops = self._flops.total(counts.positions, counts.square_lengths, counts.decoder_positions)

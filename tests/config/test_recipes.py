@@ -155,6 +155,17 @@ def test_the_size_of_a_bpe_beside_a_model_s_own_tokenizer_is_a_mistake_of_who_ty
         load_config("pretrain_60m", [*BASE, "bpe_vocab_size=300"])
 
 
+def test_a_recipe_s_size_of_a_bpe_that_it_does_not_train_is_its_mistake_whatever_else_is_typed(own: Path) -> None:
+    write(
+        own / "mine.yaml", "defaults:\n  - train\n  - override data: hf\n  - _self_\ndataset: a\nbpe_vocab_size: 300\n"
+    )
+    for words in ([], ["model=nano"], ["model.hidden_size=64"]):
+        with pytest.raises(ConfigError, match=r"^bpe_vocab_size: nothing reads it with tokenizer=bytes"):
+            load_config("mine.yaml", words, cwd=own)
+    for words in (["tokenizer_default=bpe"], ["tokenizer_default=bpe", "streaming=true"], BASE):
+        assert load_config("mine.yaml", words, cwd=own).config.data.bpe_vocab_size == 300
+
+
 def test_options_compose_and_are_of_their_type(tmp_path: Path) -> None:
     for choice in OPTIONS:
         group, name = choice.split("=")

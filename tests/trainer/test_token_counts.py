@@ -52,9 +52,8 @@ PAIRS = [f"data.{name}=[pairs.jsonl]" for name in ("files", "eval_files")]
 ENCODER_DECODER = [
     "model=qwen3_encdec", "hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2", "num_sentinel_tokens=16",
 ]  # fmt: skip
-# data: tokens and targets of an epoch, and the targets' bytes.
-# A row's first token is no target, and each text is in a row of its own or, where
-# documents are isolated, loses its first one too
+# data: tokens and targets of an epoch, and the targets' bytes. A row's first token is no target, and each text is in a
+# row of its own or, where documents are isolated, loses its first one too
 SPLITS: dict[str, tuple[list[str], int, int, int]] = {
     "pad": ([*TEXT, "data.packing=pad"], WHOLE, WHOLE - len(TEXTS), WHOLE - 2 * len(TEXTS)),
     "best_fit": (

@@ -67,15 +67,8 @@ def test_ranks_count_and_log_together_what_one_rank_does(layout: str, tmp_path: 
         assert result["flops"] == pytest.approx(alone["flops"])
         assert values(result, "tokens") == values(alone, "tokens")
         assert values(result, "eval_tokens") == values(alone, "eval_tokens")
-        for key in (
-            "loss",
-            "grad_norm",
-            "max_grad_norm",
-            "eval_loss",
-            "train_loss",
-            "bits_per_byte",
-            "eval_bits_per_byte",
-        ):
+        keys = ("loss", "grad_norm", "max_grad_norm", "eval_loss", "train_loss", "bits_per_byte", "eval_bits_per_byte")
+        for key in keys:
             assert values(alone, key)
             assert values(result, key) == pytest.approx(values(alone, key), rel=1e-5), key
     assert [result["rank_0"] for result in ranks] == [True, False]

@@ -63,7 +63,7 @@ _NEW_RUN = OnlyIf(  # one that is gone on with is not overwritten; overwrite_out
 
 
 EVALUATED = ("loss", "perplexity", "bits_per_byte", "tokens", "targets", "runtime", "samples_per_second")
-"""What every evaluation measures, behind its prefix (``eval_loss``)."""
+"""What an evaluation measures, behind its prefix (``eval_loss``); the bytes only where the tokenizer can tell them."""
 
 
 @settings
