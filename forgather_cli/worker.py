@@ -70,7 +70,10 @@ def build(
     device, config = pick_device(config.device), with_local_model(config)
     if config.logging_dir is not None:
         run_dir = replace(run_dir, logging_dir=Path(config.logging_dir))
-    data = read_data(config, shown=world().rank == 0)
+    learned = _with_learned_tokenizer(config, run_dir)
+    data = read_data(learned, shown=world().rank == 0)
+    if learned is not config:
+        data.description["tokenizer"] = "bpe"
     vocab_size = data.vocab_size  # of a model of the user's, which is asked for it
     if isinstance(config.model, Target) and (own := own_vocab_size(config.model)) is not None:
         vocab_size = own or None  # 0: it asks for none, and how many tokens it has is not known
@@ -97,11 +100,30 @@ def build(
                 **data.description,
                 "seq_len": data.seq_len,
                 "vocab_size": vocab_size,
+                "vocabulary": getattr(data.tokenizer, "fingerprint", None),  # a user's has none
                 "fingerprint": data.fingerprint,
             },
             data_files=data.files,
             run_files=run_files,
         )
+
+
+def _with_learned_tokenizer(config: Config, run_dir: RunDir) -> Config:
+    """``tokenizer=bpe`` where a run resumes: not the BPE of the data, which may be others now, but the checkpoint's."""
+    resume, components = config.resume_from_checkpoint, config.resume_components
+    if not resume or not (components == "all" or "model" in components):
+        return config
+    if isinstance(config.data, Target) or config.data.tokenizer != "bpe":
+        return config
+    from forgather_cli.data.cache import Cache
+    from forgather_cli.data.text.tokenize import kept_tokenizer
+
+    newest_first = reversed(run_dir.checkpoint_steps())
+    for path in [Path(resume)] if isinstance(resume, str) else map(run_dir.checkpoint, newest_first):
+        if (path / "model/tokenizer.json").is_file():
+            tokenizer = str(kept_tokenizer(path / "model", Cache(config.data.cache_dir)))
+            return replace(config, data=replace(config.data, tokenizer=tokenizer))
+    return config
 
 
 def read_data(config: Config, *, shown: bool = True) -> DataSplits:

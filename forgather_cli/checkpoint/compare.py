@@ -64,12 +64,28 @@ def compare_configs(
             f"data: the samples are not those of the checkpoint (fingerprint {content[0][:8]} there, {content[1][:8]} "
             f"here): {changed_files or others}; {remedy}, or leave data out of resume_components"
         ]
+    elif "model" in wanted:
+        refused += _other_tokens(data, data_now, changed)
     logged = [
         f"{_typed(path)}: {before!r} in the checkpoint, {after!r} from here on"
         for path, (before, after) in changed.items()
         if _is_below(path, _LOGGED)
     ]
     return refused, logged
+
+
+def _other_tokens(data: dict[str, Any], data_now: dict[str, Any], changed: Differences) -> list[str]:
+    """Why a model that has learned the tokens of one BPE does not go on: of data and settings there and here."""
+    names = data.get("tokenizer"), data_now.get("tokenizer")
+    if names == ("bpe", "bpe"):  # that of the checkpoint, whatever is asked for
+        return _refusals(changed, "data.bpe_vocab_size", "leave model and optimizer out of resume_components")
+    before, after = data.get("vocabulary"), data_now.get("vocabulary")  # fingerprints; of 0.3.0 on
+    if "bpe" not in names or not before or before == after:
+        return []
+    return [
+        f"data.tokenizer: {names[1]} makes other tokens than those that the model has learned; set tokenizer=bpe, "
+        "which is the checkpoint's own where a run resumes, or leave model and optimizer out of resume_components"
+    ]
 
 
 def record_files(run: RunDir, fingerprint: str, files: Mapping[str, str]) -> None:

@@ -2,7 +2,7 @@
 """Loss per compute: recipes against each other and against transformers' models, in nats per byte of held-out text.
 
     python scripts/bench/quality.py run default plain llama_adamw nanochat_muon [--sizes nano tiny]
-        [--corpora stdlib prose] [--seeds 1 2 3] [--rates 1e-3 1.4e-3 2e-3] [--steps 400] [--jobs 2]
+        [--corpora stdlib prose headers] [--seeds 1 2 3] [--rates 1e-3 1.4e-3 2e-3] [--steps 400] [--jobs 2]
         [--out quality.jsonl]
     python scripts/bench/quality.py run 'mine: learning_rate=1e-2 optimizer.momentum=0.9'
     python scripts/bench/quality.py table [--base default] [--fresh 11] [--precision bf16]
@@ -34,6 +34,7 @@ import os
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from collections import defaultdict
@@ -45,6 +46,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
+SITE = Path(sysconfig.get_paths()["purelib"])
 
 SIZES = {  # overrides; parameters with bytes
     "nano": ("model=nano",),  # 0.13 M
@@ -57,10 +59,11 @@ SIZES = {  # overrides; parameters with bytes
     ),  # 10.8 M
     "60m": ("model=60m",),  # 25.6 M with bytes: for the transfer of settings over width
 }
-CORPORA = ("stdlib", "prose")
+CORPORA = ("stdlib", "prose", "headers")
 _OLD = "lr_scheduler=cosine model.qk_norm=false model.zero_init_outputs=false"
 RECIPES = {
-    "default": "learning_rate=5e-3",
+    "default": "learning_rate=5e-3",  # of bytes, as all others here: by equal tokens
+    "bpe": "learning_rate=5e-3 tokenizer=bpe",  # the default recipe as it is, by equal time: 300 steps
     "plain": f"optimizer=adamw learning_rate=2e-3 {_OLD}",  # the default of 0.1.0
     "plain_qk": f"optimizer=adamw learning_rate=2e-3 {_OLD} model.qk_norm=true",
     # rivals, through transformers: see _rival
@@ -72,6 +75,7 @@ COMMON = (
     "global_batch_size=8", "per_device_train_batch_size=8", "warmup_steps=20", "eval_strategy=no",
     "save_strategy=steps",
     "save_steps=1000000", "async_save=false", "callbacks=minimal", "device=cpu", "logging_steps=20",
+    "tokenizer=bytes",
 )  # fmt: skip
 
 
@@ -113,8 +117,7 @@ def prose(folder: Path) -> Path:
     part = path.with_suffix(f".{os.getpid()}.part")
     with part.open("w", encoding="utf-8") as file:
         for name in ("torch", "transformers", "numpy", "matplotlib", "pandas", "accelerate", "datasets", "torchao"):
-            package = Path(sys.prefix) / f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages" / name
-            for source in sorted(package.rglob("*.py")):
+            for source in sorted((SITE / name).rglob("*.py")):
                 paragraphs = [text for text in _docstrings(source) if text not in seen]
                 seen.update(paragraphs)
                 text = "\n\n".join(paragraphs)
@@ -138,7 +141,12 @@ def _docstrings(source: Path) -> Iterator[str]:
 
 def words_of(job: Job, output_dir: Path) -> list[str]:
     """What ``forgather train`` gets."""
-    data = [] if job.corpus == "stdlib" else ["data=text", f"data.files=[{prose(Path(tempfile.gettempdir()))}]"]
+    data = []
+    if job.corpus == "prose":
+        data = ["data=text", f"data.files=[{prose(Path(tempfile.gettempdir()))}]"]
+    elif job.corpus == "headers":  # C++ that comes with PyTorch, written by people
+        include = SITE / "torch/include"
+        data = ["data=text", f"data.files=[{include}/torch/**/*.h,{include}/c10/**/*.h]"]
     words = [*SIZES[job.size], *data, *COMMON, f"max_steps={job.steps}", f"seed={job.seed}"]
     own = [] if job.recipe in RIVALS else job.words.split()
     return [*words, f"precision={job.precision}", *own, f"output_dir={output_dir}"]

@@ -18,7 +18,7 @@ from forgather_cli.documents.regular_files import write_whole
 
 TRAIN = ["train", "model=nano", "precision=fp32", "callbacks=minimal", "device=cpu", "max_steps=1", "seq_len=16",
          "global_batch_size=1"]  # fmt: skip
-TEXT = [*TRAIN, "data=text", "files=['d/*.txt']"]
+TEXT = [*TRAIN, "data=text", "files=['d/*.txt']", "tokenizer=bytes"]
 BYTES = os.fsdecode(b"\xff\xe9\xfe")
 """A name that no text in UTF-8 has."""
 

@@ -269,7 +269,8 @@ CHANGED = {
     "data.seq_len=32": ["data.seq_len: the checkpoint has 16, this run 32; change it back, or leave data out of"],
     "seed=7": ["data: the samples are not those of the checkpoint (fingerprint "],
     "data=text data.files=[ok.txt] cache_dir=cache data.seq_len=16": [
-        "data: the checkpoint has 'synthetic', this run 'text'; change it back, or leave data out"
+        "data.tokenizer: the checkpoint has 'bytes', this run 'bpe'; change it back, or leave data out",
+        "data: the checkpoint has 'synthetic', this run 'text'; change it back, or leave data out",
     ],
 }
 

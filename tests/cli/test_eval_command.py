@@ -68,7 +68,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def data_of(corpus: Path) -> list[str]:
     files = [f"data.files=[{corpus}/train.txt]", f"data.eval_files=[{corpus}/eval.txt]"]
-    return ["data=text", *files, f"data.cache_dir={corpus}/cache"]
+    return ["data=text", *files, f"data.cache_dir={corpus}/cache", "tokenizer=bytes"]
 
 
 @pytest.fixture(scope="module")

@@ -189,7 +189,9 @@ class TestResumed:
     def test_mandatory_values_of_a_new_option_are_asked_for(self, saved: Path) -> None:
         with pytest.raises(ConfigError, match=r"data.files: required by data=text; set data.files=\[\.\.\.\]"):
             load_resumed(saved, ["data=text"])
-        assert load_resumed(saved, ["data=text", "files=[a.txt]"]).config.data == TextSettings(files=["a.txt"])
+        assert load_resumed(saved, ["data=text", "files=[a.txt]"]).config.data == TextSettings(
+            files=["a.txt"], tokenizer="bpe"
+        )
 
     def test_a_damaged_saved_config_is_named(self, saved: Path) -> None:
         saved.write_text(saved.read_text().replace("hidden_size: 64", "hidden_size: wide"))

@@ -142,12 +142,14 @@ def test_a_rate_that_was_chosen_for_weights_is_not_warned_of(own: Path) -> None:
         (["data=tokens", "data.files=[a]"], "bytes"), (["data=synthetic"], "bytes"),
     ],
 )  # fmt: skip
-def test_a_recipe_s_tokenizer_is_for_a_corpus_where_nothing_else_names_one(words: list[str], tokenizer: str) -> None:
-    found = load_config("pretrain_60m", words)  # which has a bpe_vocab_size
-    assert getattr(found.config.data, "tokenizer", None) == tokenizer
-    assert load_config(None, [each for each in words if each != "tokenizer_default=bytes"]).config.data.tokenizer == (
-        "bytes" if tokenizer == "bpe" else tokenizer
-    )
+def test_a_recipe_s_tokenizer_is_for_a_corpus_where_nothing_else_names_one(
+    own: Path, words: list[str], tokenizer: str
+) -> None:
+    for recipe in (None, "pretrain_60m"):  # which has a bpe_vocab_size
+        assert getattr(load_config(recipe, words).config.data, "tokenizer", None) == tokenizer
+    write(own / "plain.yaml", "defaults: [train, _self_]\n")
+    plain = load_config("plain.yaml", words, cwd=own).config.data.tokenizer
+    assert plain == ("bytes" if tokenizer == "bpe" else tokenizer)
 
 
 def test_the_size_of_a_bpe_beside_a_model_s_own_tokenizer_is_a_mistake_of_who_types_both() -> None:

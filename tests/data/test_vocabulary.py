@@ -42,8 +42,7 @@ def test_the_tokenizer_of_a_pretrained_model_is_its_own_unless_another_is_given(
     assert tokenizer_of("model=transformers", f"model.path={directory}") == str(directory)
     assert tokenizer_of(*pretrained, "data.tokenizer=bytes") == "bytes"
     assert load_config("finetune", [f"model.path={directory}"]).tree["data"]["tokenizer"] == str(directory)
-    assert tokenizer_of() == "bytes"
-    assert tokenizer_of("model=transformers", "model.config={model_type: gpt2}") == "bytes"
+    assert tokenizer_of() == tokenizer_of("model=transformers", "model.config={model_type: gpt2}") == "bpe"
     loaded = load_config(None, [*pretrained, "data.tokenizer=bytes", f"output_dir={tmp_path}"])
     (tmp_path / "config.yaml").write_text(dump_tree(loaded.tree))
     assert load_resumed(tmp_path / "config.yaml", []).tree["data"]["tokenizer"] == "bytes"
@@ -79,6 +78,43 @@ def test_a_pretrained_model_with_other_ids_than_its_own_is_refused_unless_said_t
     del config["forgather_version"]  # as 0.2 wrote it
     (run / "config.yaml").write_text(dump_tree(config))
     assert forgather("resume", str(run), "max_steps=3") == 0
+
+
+def test_a_bpe_of_other_data_is_no_tokenizer_for_a_model_that_has_learned_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {
+        "a": "to be or not to be, that is the question\n",
+        "b": "whether it is nobler to suffer\n",
+    }.items():
+        Path(f"{name}.txt").write_text(text * 50)
+    words = [
+        "data=text", "cache_dir=cache", "bpe_vocab_size=265", "seq_len=32", "device=cpu", "precision=fp32",
+        "callbacks=minimal", "save_steps=1", "global_batch_size=4", "warmup_steps=1", "eval_strategy=no", "model=nano",
+    ]  # fmt: skip
+    assert forgather("train", *words, "data.files=[a.txt]", "max_steps=2", "output_dir=run") == 0
+    config = yaml.safe_load(Path("run/config.yaml").read_text())
+    assert config["data"]["tokenizer"] == "bpe"
+    del config["tokenizer_default"]  # as before there was one
+    Path("run/config.yaml").write_text(dump_tree(config))
+    assert forgather("resume", "run", "max_steps=3") == 0
+    others = ["data.files=[b.txt]", "resume_components=[model,optimizer,trainer]"]
+    capfd.readouterr()
+    assert forgather("resume", "run", "max_steps=4", *others, "tokenizer=bytes") == 2
+    assert "data.tokenizer: bytes makes other tokens than those that the model has learned" in capfd.readouterr().err
+
+    def tokenizer(run: str, step: int) -> bytes:
+        return Path(run, f"checkpoints/step-{step:08d}/model/tokenizer.json").read_bytes()
+
+    learned = tokenizer("run", 3)
+    assert forgather("resume", "run", "max_steps=4", *others, "save_total_limit=1") == 0
+    assert forgather("resume", "run", "max_steps=5") == 0, "of the other data now"
+    fork = ["output_dir=fork", "resume_from_checkpoint=run/checkpoints/step-00000005", "max_steps=6"]
+    assert forgather("train", *words, *fork, *others) == 0
+    assert tokenizer("run", 5) == tokenizer("fork", 6) == learned
+    assert forgather("train", *words, "data.files=[b.txt]", "max_steps=1", "output_dir=fresh") == 0
+    assert tokenizer("fresh", 1) != learned
 
 
 ROWS = [{"input_ids": [1, 2, 300], "labels": [1, 2, 300]}] * 16

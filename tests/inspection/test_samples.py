@@ -146,7 +146,7 @@ def test_what_is_shown_is_what_a_step_trains_on(kind: str, tmp_path: Path) -> No
 
 def test_the_first_token_of_a_document_is_a_target_where_the_one_before_may_predict_it(tmp_path: Path) -> None:
     write_lines(tmp_path / "pages.jsonl", [{"text": "abc"}, {"text": "def"}, {"text": "ghi"}])
-    common = ["data=text", "data.files=[pages.jsonl]", "seq_len=12", "data.eval_fraction=0"]
+    common = ["data=text", "data.files=[pages.jsonl]", "tokenizer=bytes", "seq_len=12", "data.eval_fraction=0"]
     sample = next(samples_of(*common)[0].read())
     assert sample.targets == [False, *[True] * 11]
     isolated = next(samples_of(*common, "isolate_documents=true")[0].read())
@@ -229,7 +229,7 @@ def test_a_record_is_found_in_every_sample_that_has_any_of_it(kind: str, tmp_pat
 def test_what_is_cut_is_told_from_what_goes_on_elsewhere(tmp_path: Path) -> None:
     samples, _ = samples_of(*CHATS, "seq_len=70", "packing=pad")
     assert any(sample.parts[0].is_cut and sample.parts[0].behind for sample in samples.read())
-    samples, _ = samples_of("data=text", "data.files=[pages.jsonl]", "seq_len=32", "packing=pad")
+    samples, _ = samples_of("data=text", "data.files=[pages.jsonl]", "tokenizer=bytes", "seq_len=32", "packing=pad")
     parts = [sample.parts[0] for sample in samples.read()]
     assert any(part.behind and not part.is_cut for part in parts)
     assert any(part.before for part in parts)

@@ -34,7 +34,8 @@ def test_text_by_file_with_the_end_that_is_in_no_sample(tmp_path: Path, monkeypa
     write_lines(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "ü"}, {"text": "cdef"}])
     write_lines(tmp_path / "b.jsonl", [{"text": "12345678"}] * 3)
     write_lines(tmp_path / "c.jsonl", [{"text": "held out"}])
-    words = ["data=text", "data.files=[a.jsonl,b.jsonl]", "data.eval_files=[c.jsonl]", "seq_len=10", "cache_dir=cache"]
+    words = ["data=text", "data.files=[a.jsonl,b.jsonl]", "data.eval_files=[c.jsonl]", "seq_len=10", "cache_dir=cache",
+             "tokenizer=bytes"]  # fmt: skip
     found = counted(*words)
     train = found["train"]
     assert (train.documents, train.document_tokens) == (6, 3 + 3 + 5 + 27)

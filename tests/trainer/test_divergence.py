@@ -162,7 +162,7 @@ def test_settings_that_make_no_sense_are_named(words: list[str], message: str) -
 # ------------------------------------------------------------------------------- a rollback, under every strategy alike
 
 BATCH = 8
-SETTINGS = (*corpus(), f"global_batch_size={BATCH}", "max_steps=24", "logging_steps=4", "save_steps=4",
+SETTINGS = (*corpus(), "tokenizer=bytes", f"global_batch_size={BATCH}", "max_steps=24", "logging_steps=4", "save_steps=4",
             "save_total_limit=null", "callbacks.json={}")  # fmt: skip
 FAULTS = (*detector(), *SPIKE, *POISON)
 

@@ -58,6 +58,17 @@ def trained_bpe(corpus: Documents, vocab_size: int, cache: Cache) -> Tokenizer:
     return FileTokenizer(cache.build_once("tokenizers", key, write)[0])
 
 
+def kept_tokenizer(directory: Path, cache: Cache) -> Path:
+    """A copy in the cache of a checkpoint's tokenizer: they go, and later ones take its files. Raises DataError."""
+    tokenizer = FileTokenizer(directory)
+
+    def write(temporary: Path) -> Meta:
+        tokenizer.save(temporary)
+        return {}
+
+    return cache.build_once("tokenizers", digest(["kept", tokenizer.fingerprint]), write)[0]
+
+
 def tokenize_corpus(
     corpus: Documents, tokenizer: Tokenizer, cache: Cache, *, processes: int | None = None
 ) -> Tokenized:
