@@ -162,8 +162,8 @@ def test_settings_that_make_no_sense_are_named(words: list[str], message: str) -
 # ------------------------------------------------------------------------------- a rollback, under every strategy alike
 
 BATCH = 8
-SETTINGS = (*corpus(), "tokenizer=bytes", f"global_batch_size={BATCH}", "max_steps=24", "logging_steps=4", "save_steps=4",
-            "save_total_limit=null", "callbacks.json={}")  # fmt: skip
+SETTINGS = (*corpus(), "tokenizer=bytes", f"global_batch_size={BATCH}", "max_steps=24", "logging_steps=4",
+            "save_steps=4", "save_total_limit=null", "callbacks.json={}")  # fmt: skip
 FAULTS = (*detector(), *SPIKE, *POISON)
 
 
