@@ -17,9 +17,9 @@ The number: the sum of the losses of all targets of the whole held-out split, in
 the bytes of those targets; its standard error is over documents. Every model is measured by the same function here,
 from its Hugging Face directory. ``table`` chooses each recipe's rate by the runs with seeds below ``--fresh`` and shows
 the runs of that rate with the seeds from there on, where there are any. Two recipes are compared by the differences of
-their runs with equal seeds: Student's t-test, with Holm's correction over the claims of a table. Times are seconds of
-one thread, of runs on the same processor: this one's for ``--as-long-as``, that of most runs in ``table``. They begin
-with an empty cache: training a tokenizer and tokenizing count.
+their runs with equal seeds: Student's t-test and interval, with Holm's correction over the claims of a table. Times are
+seconds of one thread, of runs on the same processor: this one's for ``--as-long-as``, that of most runs in ``table``.
+They begin with an empty cache: training a tokenizer and tokenizing count.
 """
 
 from __future__ import annotations
@@ -440,6 +440,7 @@ def table(arguments: argparse.Namespace) -> None:
                 if len(pairs) > 1:
                     claim = len(claims)
                     claims.append(paired_t(pairs))
+                    difference += f" ± {half_interval(pairs):.3f}"
             spread = f"{statistics.stdev(r['nats_per_byte'] for r in runs.values()):.3f}" if len(runs) > 1 else ""
             error = statistics.mean(record["standard_error"] for record in runs.values())
             seconds = statistics.median(times[*cell, name]) if times[*cell, name] else math.nan
@@ -455,7 +456,7 @@ def table(arguments: argparse.Namespace) -> None:
     for row in rows:
         row[12] = "" if row[12] is None else f"{corrected[row[12]]:.2g}"
     names = "size, corpus, steps, recipe, rate, rates tried, seeds, nats per byte, spread, error over documents"
-    _print_table(f"{names}, minus, difference, p (Holm), s of one core".split(", "), rows)
+    _print_table(f"{names}, minus, difference ± 95 %, p (Holm), s of one core".split(", "), rows)
     reached = []
     for place, recipes in curves.items():
         if not (own := sorted(recipes.pop(arguments.base, []))):
@@ -529,6 +530,16 @@ def paired_t(differences: Sequence[float]) -> float:
     weights = [1, *[4, 2] * (pieces // 2 - 1), 4, 1]
     area = sum(w * max(0.0, math.cos(low + k * width)) ** (n - 1) for k, w in enumerate(weights)) * width / 3
     return 2 * area * math.gamma((n + 1) / 2) / (math.sqrt(math.pi) * math.gamma(n / 2))
+
+
+def half_interval(differences: Sequence[float]) -> float:
+    """Half of the 95 % confidence interval of the mean of paired differences: where Student's t-test finds p = 0.05."""
+    mean, low, high = statistics.mean(differences), 0.0, 1e3 * statistics.stdev(differences)
+    for _ in range(60):
+        middle = (low + high) / 2
+        beyond = paired_t([each - mean + middle for each in differences]) < 0.05
+        low, high = (low, middle) if beyond else (middle, high)
+    return high
 
 
 def holm(values: Sequence[float]) -> list[float]:
