@@ -140,6 +140,9 @@ def test_a_rate_that_was_chosen_for_weights_is_not_warned_of(own: Path) -> None:
         (["tokenizer_default=bytes"], "bytes"), (["tokenizer=bytes"], "bytes"), (["tokenizer=theirs"], "theirs"),
         (BASE, "/nowhere"), (["data=hf", "dataset=a", "streaming=true"], "bytes"),
         (["data=tokens", "data.files=[a]"], "bytes"), (["data=synthetic"], "bytes"),
+        (["data=instruct", "data.files=[a]", "data.chat_template=chatml"], "bytes"),
+        (["model=qwen3_encdec", "data=seq2seq", "data.files=[a]"], "bytes"),
+        (["model=qwen3_encdec", "data=ul2"], "bytes"),
     ],
 )  # fmt: skip
 def test_a_recipe_s_tokenizer_is_for_a_corpus_where_nothing_else_names_one(
