@@ -25,7 +25,7 @@ from forgather_cli.run_dir import RunDir
 
 BF16 = torch.bfloat16
 BASE = (
-    *corpus(), "precision=bf16_true", "model.num_hidden_layers=4", "model.tie_word_embeddings=true",
+    *corpus(), "tokenizer=bytes", "precision=bf16_true", "model.num_hidden_layers=4", "model.tie_word_embeddings=true",
     "global_batch_size=12", "per_device_train_batch_size=12", "max_grad_norm=0.2", "deterministic=true",
     "max_steps=8", "eval_steps=4", "warmup_steps=2", "+callbacks.probe.save_at=[4]",
 )  # fmt: skip
