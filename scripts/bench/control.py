@@ -31,7 +31,7 @@ from forgather_cli.control.command_record import SAVE
 from forgather_cli.control.registry import Entry
 
 PICO = [
-    "model=nano", f"model.intermediate_size={SHAPE['mlp']}", f"data.seq_len={SHAPE['seq']}",
+    "model=nano", f"model.intermediate_size={SHAPE['mlp']}", f"data.seq_len={SHAPE['seq']}", "tokenizer=bytes",
     f"global_batch_size={SHAPE['batch']}", "logging_steps=10", "eval_strategy=no", "lr_scheduler=linear", "device=cpu",
     *PLAIN,
 ]  # fmt: skip

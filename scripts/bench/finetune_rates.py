@@ -48,7 +48,8 @@ def base(folder: Path, steps: int) -> Path:
     """A model directory, trained once for each number of steps."""
     run = RunDir(folder / f"base-{steps}")
     if not run.checkpoint_steps():
-        compose("default", *SHAPE, *SMALL, f"max_steps={steps}", "save_steps=100000", f"output_dir={run.root}").train()
+        words = (*SHAPE, *SMALL, "tokenizer=bytes", f"max_steps={steps}", "save_steps=100000")
+        compose("default", *words, f"output_dir={run.root}").train()
     return run.checkpoint(run.checkpoint_steps()[-1]) / "model"
 
 
