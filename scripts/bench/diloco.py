@@ -312,8 +312,8 @@ def link(a: argparse.Namespace) -> None:
 BATCH, SEQ_LEN, EVERY = 8, 128, 50  # sequences of a worker's step, their tokens, steps between two evaluations
 MOMENTUM = 0.5  # of the outer step: 0.9, which multiplies the changes by 10, overshoots in a short run from scratch
 NANO = (
-    "model=nano", f"data.seq_len={SEQ_LEN}", "tokenizer=bytes", "optimizer=adamw", "learning_rate=2e-3", "warmup_steps=20",
-    "eval_strategy=no", "save_strategy=no", "callbacks=minimal", "device=cpu",
+    "model=nano", f"data.seq_len={SEQ_LEN}", "tokenizer=bytes", "optimizer=adamw", "learning_rate=2e-3",
+    "warmup_steps=20", "eval_strategy=no", "save_strategy=no", "callbacks=minimal", "device=cpu",
 )  # fmt: skip
 
 

@@ -249,7 +249,7 @@ def run_forgather_cli(steps: int, clock: Clock) -> None:
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     overrides = [
         "model=nano", f"model.intermediate_size={SHAPE['mlp']}", "data.seq_len=64", "global_batch_size=4",
-        *PLAIN,
+        *PLAIN, "tokenizer=bytes",
         f"max_steps={steps}", "logging_steps=10",
         "eval_strategy=no", "save_strategy=no", "lr_scheduler=linear", "~callbacks.textgen",
         "+callbacks.probe._target_=loop_overhead.Probe", f"output_dir={tempfile.mkdtemp()}",
