@@ -26,8 +26,9 @@ CONFIGS = {
 LEARNING_RATE, STEPS, BATCH = 0.05, 4, 4
 
 _BASE = (
-    f"data.seq_len={SEQ_LEN}", "tokenizer=bytes", "precision=fp32", "callbacks=minimal", "callbacks.progress=null",
-    "callbacks.json=null", "callbacks.metrics=null", "+callbacks.probe._target_=parity.Probe", f"max_steps={STEPS}",
+    f"data.seq_len={SEQ_LEN}", "tokenizer_default=bytes", "precision=fp32", "callbacks=minimal",
+    "callbacks.progress=null", "callbacks.json=null", "callbacks.metrics=null",
+    "+callbacks.probe._target_=parity.Probe", f"max_steps={STEPS}",
     "optimizer=sgd", "lr_scheduler=constant", "warmup_steps=0", f"learning_rate={LEARNING_RATE}", "weight_decay=0.0",
     "eval_steps=4", f"global_batch_size={BATCH}", "per_device_eval_batch_size=4", "max_eval_samples=7",
     "save_steps=1000",
