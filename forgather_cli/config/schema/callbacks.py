@@ -155,7 +155,7 @@ def _once(name: str) -> OnlyIf:
 
 @settings
 class TextgenSettings(Settings):
-    prompts: list[str] | FilePath = field(default_factory=lambda: ["def main(", "class "])  # or a YAML file with a list
+    prompts: list[str] | FilePath = field(default_factory=lambda: ["def main(", "class"])  # or a YAML file with a list
     do_sample: Annotated[bool, _once("do_sample")] = True
     top_k: Annotated[Count, _once("top_k")] = 20
     temperature: Annotated[PositiveFloat, _once("temperature")] = 0.7
