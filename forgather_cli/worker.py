@@ -27,7 +27,10 @@ from forgather_cli.launch.rank import main as rank_process
 from forgather_cli.run_dir import RunDir
 from forgather_cli.terminal.bars import Bar, doing
 
+_TOKENIZER = "model/tokenizer.json"  # in a checkpoint
+
 if TYPE_CHECKING:
+    from forgather_cli.checkpoint.manifest import Manifest
     from forgather_cli.data.splits import DataSplits
     from forgather_cli.trainer.script import Trainer
 
@@ -115,15 +118,26 @@ def _with_learned_tokenizer(config: Config, run_dir: RunDir) -> Config:
         return config
     if isinstance(config.data, Target) or config.data.tokenizer != "bpe":
         return config
+    from forgather_cli.checkpoint.choice import choose
     from forgather_cli.data.cache import Cache
     from forgather_cli.data.text.tokenize import kept_tokenizer
 
-    newest_first = reversed(run_dir.checkpoint_steps())
-    for path in [Path(resume)] if isinstance(resume, str) else map(run_dir.checkpoint, newest_first):
-        if (path / "model/tokenizer.json").is_file():
-            tokenizer = str(kept_tokenizer(path / "model", Cache(config.data.cache_dir)))
-            return replace(config, data=replace(config.data, tokenizer=tokenizer))
-    return config
+    def verify(manifest: Manifest, path: Path) -> list[str]:
+        """Of this file alone: all others are verified by who loads them, and the run has one tokenizer."""
+        known = _TOKENIZER in manifest.files
+        problem = manifest.problem(path, _TOKENIZER, "full", lambda _: None) if known else None
+        return [] if problem is None else [problem]
+
+    if isinstance(resume, str):
+        path = Path(resume)
+    elif (found := choose(run_dir, verify)) is not None:
+        path = found.path
+    else:
+        return config
+    if not (path / _TOKENIZER).is_file():
+        return config
+    tokenizer = kept_tokenizer(path / "model", Cache(config.data.cache_dir))
+    return replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
 
 
 def read_data(config: Config, *, shown: bool = True) -> DataSplits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,14 @@ def test_a_bpe_of_other_data_is_no_tokenizer_for_a_model_that_has_learned_one(
     del config["tokenizer_default"]  # as before there was one
     Path("run/config.yaml").write_text(dump_tree(config))
     assert forgather("resume", "run", "max_steps=3") == 0
+    damaged = Path(shutil.copytree("run", "hurt"), "checkpoints/step-00000003/model/tokenizer.json")
+    whole = damaged.read_bytes()
+    for content in (whole[:40], whole.replace("Ġ".encode(), b"xx", 1)):
+        assert content != whole
+        damaged.write_bytes(content)
+        capfd.readouterr()
+        assert forgather("resume", "hurt", "max_steps=3", "save_strategy=no") == 0
+        assert "training from step 2 of 3" in capfd.readouterr().out, "the one before is whole"
     others = ["data.files=[b.txt]", "resume_components=[model,optimizer,trainer]"]
     capfd.readouterr()
     assert forgather("resume", "run", "max_steps=4", *others, "tokenizer=bytes") == 2
