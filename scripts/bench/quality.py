@@ -66,7 +66,7 @@ RECIPES = {
     "bpe": "learning_rate=5e-3 tokenizer=bpe",  # the default recipe as it is, by equal time: 300 steps
     "plain": f"optimizer=adamw learning_rate=2e-3 {_OLD}",  # the default of 0.1.0
     "plain_qk": f"optimizer=adamw learning_rate=2e-3 {_OLD} model.qk_norm=true",
-    # rivals, through transformers: see train_rival
+    # rivals, through transformers: see _rival
     "llama_adamw": "learning_rate=2e-3",
     "nanochat_muon": "learning_rate=1e-2",
 }
@@ -139,18 +139,15 @@ def _docstrings(source: Path) -> Iterator[str]:
                     yield inspect.cleandoc(paragraph)
 
 
-def data_words(corpus: str) -> list[str]:
-    if corpus == "prose":
-        return ["data=text", f"data.files=[{prose(Path(tempfile.gettempdir()))}]"]
-    if corpus == "headers":  # C++ that comes with PyTorch, written by people
-        include = SITE / "torch/include"
-        return ["data=text", f"data.files=[{include}/torch/**/*.h,{include}/c10/**/*.h]"]
-    return []
-
-
 def words_of(job: Job, output_dir: Path) -> list[str]:
     """What ``forgather train`` gets."""
-    words = [*SIZES[job.size], *data_words(job.corpus), *COMMON, f"max_steps={job.steps}", f"seed={job.seed}"]
+    include = SITE / "torch/include"
+    files = {
+        "prose": prose(Path(tempfile.gettempdir())),
+        "headers": f"{include}/torch/**/*.h,{include}/c10/**/*.h",  # C++ that comes with PyTorch, written by people
+    }
+    data = [] if job.corpus == "stdlib" else ["data=text", f"data.files=[{files[job.corpus]}]"]
+    words = [*SIZES[job.size], *data, *COMMON, f"max_steps={job.steps}", f"seed={job.seed}"]
     own = [] if job.recipe in RIVALS else job.words.split()
     return [*words, f"precision={job.precision}", *own, f"output_dir={output_dir}"]
 
@@ -175,7 +172,7 @@ def run_one(job: Job) -> dict[str, Any]:
         begin = time.process_time()
         data = load_data(config.data, seed=job.seed)
         if job.recipe in RIVALS:
-            model, parameters = train_rival(job, config, data, root)
+            model, parameters = _rival(job, config, data, root)
         else:
             model, parameters = _ours(config, root)
         seconds = time.process_time() - begin
@@ -190,11 +187,11 @@ def run_one(job: Job) -> dict[str, Any]:
         "parameters": parameters,
         "tokens": job.steps * 8 * config.data.seq_len,
         "seconds": seconds,
-        "processor": processor_name(),
+        "processor": _processor(),
     }
 
 
-def processor_name() -> str:
+def _processor() -> str:
     """Name, family and model, as "AMD EPYC 26/2": hypervisors hide the rest."""
     from forgather_cli.hardware import cpuinfo, processor
 
@@ -214,7 +211,7 @@ def _ours(config: Any, root: Path) -> tuple[Any, int]:
     return model, sum(p.numel() for p in model.parameters())
 
 
-def train_rival(job: Job, config: Any, data: Any, root: Path) -> tuple[Any, int]:
+def _rival(job: Job, config: Any, data: Any, root: Path) -> tuple[Any, int]:
     """transformers' model of the same shape, trained on the same sequences through that library's Trainer: cosine to a
     tenth after the same warmup, clipping at 1, betas 0.9 and 0.95, weight decay 0.1 of the matrices, as ours.
 
@@ -391,7 +388,7 @@ def _equal_time_steps(done: list[dict[str, Any]], name: str, size: str, corpus: 
             record["seconds"] / record["job"]["steps"]
             for record in done
             if (record["job"]["recipe"], record["job"]["size"], record["job"]["corpus"]) == (recipe, size, corpus)
-            and record.get("processor") == processor_name()
+            and record.get("processor") == _processor()
         ]
         if not times:
             raise SystemExit(
@@ -459,7 +456,7 @@ def table(arguments: argparse.Namespace) -> None:
     for row in rows:
         row[12] = "" if row[12] is None else f"{corrected[row[12]]:.2g}"
     names = "size, corpus, steps, recipe, rate, rates tried, seeds, nats per byte, spread, error over documents"
-    print_table(f"{names}, minus, difference ± 95 %, p (Holm), s of one core".split(", "), rows)
+    _print_table(f"{names}, minus, difference ± 95 %, p (Holm), s of one core".split(", "), rows)
     reached = []
     for place, recipes in curves.items():
         if not (own := sorted(recipes.pop(arguments.base, []))):
@@ -475,7 +472,7 @@ def table(arguments: argparse.Namespace) -> None:
                 reached.append([*place, name, f"{tokens // 2048:.0f}", f"{loss:.3f}", *shown])
     print(f"\nWhat {arguments.base} needs for the loss of the others, between complete runs:\n")
     columns = "size, corpus, recipe, steps, nats per byte, tokens, share of tokens, s of one core, share of time"
-    print_table(columns.split(", "), reached)
+    _print_table(columns.split(", "), reached)
 
 
 def _place(size: str, corpus: str) -> tuple[bool, int]:
@@ -510,7 +507,7 @@ def _tokens_to_reach(loss: float, points: Sequence[tuple[float, float, float]]) 
     return ">", points[-1][0]
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print("| " + " | ".join(columns) + " |")
     print("|---" * len(columns) + "|")
     for row in rows:
