@@ -7,10 +7,11 @@
     python scripts/bench/quality.py run 'mine: learning_rate=1e-2 optimizer.momentum=0.9'
     python scripts/bench/quality.py table [--base default] [--fresh 11] [--precision bf16]
         [--out scripts/bench/quality.jsonl]
-    python scripts/bench/quality.py plot PICTURE.png [--out quality.jsonl]
+    python scripts/bench/quality.py plot PICTURE.png [--out scripts/bench/quality.jsonl]
 
-``run`` adds a line to ``--out`` for each run that is not there yet. A recipe is a name of the table below, or a name of
-your own, a colon and overrides of ``forgather train``. ``--rates`` takes each of them instead of the recipe's own rate.
+``run`` adds a line to ``--out`` for each run that is not there yet; the runs of docs/measured.md lie beside this file.
+A recipe is a name of the table below, or a name of your own, a colon and overrides of ``forgather train``. ``--rates``
+takes each of them instead of the recipe's own rate.
 ``--as-long-as NAME`` gives a recipe the steps that fit into the time of that one's runs (same size, corpus and steps).
 
 The number: the sum of the losses of all targets of the whole held-out split, in sequences as they are trained on, over
@@ -40,9 +41,11 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -148,34 +151,38 @@ def words_of(job: Job, output_dir: Path) -> list[str]:
     }
     data = [] if job.corpus == "stdlib" else ["data=text", f"data.files=[{files[job.corpus]}]"]
     words = [*SIZES[job.size], *data, *COMMON, f"max_steps={job.steps}", f"seed={job.seed}"]
-    own = [] if job.recipe in RIVALS else job.words.split()
-    return [*words, f"precision={job.precision}", *own, f"output_dir={output_dir}"]
+    return [*words, f"precision={job.precision}", *job.words.split(), f"output_dir={output_dir}"]
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
 
 
-def run_one(job: Job) -> dict[str, Any]:
-    """Train and measure; returns what is written to ``--out`` besides the job."""
+def train(job: Job, folder: Path) -> tuple[Path, Any, float]:
+    """Train in an empty folder; returns the model's directory, the config and seconds of this process's threads."""
     from forgather_cli.config.load import load_config
-    from forgather_cli.data.build import load_data
     from forgather_cli.launch.processes import keep_heap
 
     if job.recipe not in RIVALS:
         keep_heap()  # as the command does
+    root = folder / "run"
+    config = load_config(None, [*words_of(job, root), f"cache_dir={folder}/cache"]).config
+    begin = time.process_time()
+    directory = _rival(job, config, root) if job.recipe in RIVALS else _ours(config, root)
+    return directory, config, time.process_time() - begin
+
+
+def run_one(job: Job) -> dict[str, Any]:
+    """Train and measure; returns what is written to ``--out`` besides the job."""
     import torch
+    from transformers import AutoModelForCausalLM
+
+    from forgather_cli.data.build import load_data
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder) / "run"
-        config = load_config(None, [*words_of(job, root), f"cache_dir={folder}/cache"]).config
-        begin = time.process_time()
+        directory, config, seconds = train(job, Path(folder))
         data = load_data(config.data, seed=job.seed)
-        if job.recipe in RIVALS:
-            model, parameters = _rival(job, config, data, root)
-        else:
-            model, parameters = _ours(config, root)
-        seconds = time.process_time() - begin
+        model = AutoModelForCausalLM.from_pretrained(directory)
         documents = nats_of_documents(model, data, job.precision)
     nats, size = (sum(column) for column in zip(*documents, strict=True))
     return {
@@ -183,35 +190,33 @@ def run_one(job: Job) -> dict[str, Any]:
         "standard_error": _ratio_error(documents),
         "documents": len(documents),
         "bytes": size,
+        "halves": [[sum(column) for column in zip(*documents[half::2], strict=True)] for half in (0, 1)],
         "data": data.fingerprint,
-        "parameters": parameters,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": job.steps * 8 * config.data.seq_len,
         "seconds": seconds,
-        "processor": _processor(),
+        "processor": processor_name(),
     }
 
 
-def _processor() -> str:
+def processor_name() -> str:
     """Name, family and model, as "AMD EPYC 26/2": hypervisors hide the rest."""
     from forgather_cli.hardware import cpuinfo, processor
 
     return f"{processor()[0]} {cpuinfo().get('cpu family', '')}/{cpuinfo().get('model', '')}"
 
 
-def _ours(config: Any, root: Path) -> tuple[Any, int]:
-    from transformers import AutoModelForCausalLM
-
+def _ours(config: Any, root: Path) -> Path:
     from forgather_cli import worker
     from forgather_cli.run_dir import RunDir
 
     run = RunDir(root)
     root.mkdir()
     worker.build(config, run).train()
-    model = AutoModelForCausalLM.from_pretrained(run.checkpoint(run.checkpoint_steps()[-1]) / "model")
-    return model, sum(p.numel() for p in model.parameters())
+    return run.checkpoint(run.checkpoint_steps()[-1]) / "model"
 
 
-def _rival(job: Job, config: Any, data: Any, root: Path) -> tuple[Any, int]:
+def _rival(job: Job, config: Any, root: Path) -> Path:
     """transformers' model of the same shape, trained on the same sequences through that library's Trainer: cosine to a
     tenth after the same warmup, clipping at 1, betas 0.9 and 0.95, weight decay 0.1 of the matrices, as ours.
 
@@ -230,8 +235,10 @@ def _rival(job: Job, config: Any, data: Any, root: Path) -> tuple[Any, int]:
         set_seed,
     )
 
+    from forgather_cli.data.build import load_data
     from forgather_cli.models.decoder import resolve_decoder
 
+    data = load_data(config.data, seed=job.seed)
     shape = resolve_decoder(config.model, vocab_size=data.vocab_size, seq_len=data.seq_len)
     assert shape.intermediate_size is not None
     sizes = {
@@ -279,12 +286,19 @@ def _rival(job: Job, config: Any, data: Any, root: Path) -> tuple[Any, int]:
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
     Trainer(model=model, args=arguments, train_dataset=Sequences(), optimizers=(optimizer, schedule)).train()
-    return model.eval(), sum(p.numel() for p in model.parameters())
+    model.save_pretrained(root / "model")
+    return root / "model"
 
 
 def _Both(*optimizers: Any) -> Any:
-    """One optimizer out of several, as transformers' Trainer wants it."""
+    """One optimizer out of several, as transformers' Trainer wants it. Muon's iteration is in fp32 where bf16 is slow:
+    on a CPU with AVX2 alone a step of tiny took 8 s (torch 2.13).
+    """
     import torch
+
+    from forgather_cli.optim.muon import slow_in_bf16
+
+    slow = slow_in_bf16(torch.device("cpu"))
 
     class Both(torch.optim.Optimizer):
         def __init__(self) -> None:
@@ -292,8 +306,9 @@ def _Both(*optimizers: Any) -> Any:
             self.param_groups = [group for each in optimizers for group in each.param_groups]
 
         def step(self, closure: Any = None) -> None:
-            for each in optimizers:
-                each.step()
+            with patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone) if slow else nullcontext():
+                for each in optimizers:
+                    each.step()
 
     return Both()
 
@@ -301,7 +316,7 @@ def _Both(*optimizers: Any) -> Any:
 def nats_of_documents(model: Any, data: Any, precision: str) -> list[tuple[float, int]]:
     """(sum of the losses of its targets, their bytes) of each held-out document; documents end with the end token.
 
-    In the precision of training: a model that transformers' Trainer has trained in bf16 computes in it ever after.
+    In the precision of training.
     """
     import torch
     import torch.nn.functional as F
@@ -348,7 +363,6 @@ def job_of(record: dict[str, Any]) -> Job:
 
 def run(arguments: argparse.Namespace) -> None:
     done = read(arguments.out)
-    known = {job_of(record).key for record in done}
     jobs = []
     for text, size, corpus in itertools.product(arguments.recipes, arguments.sizes, arguments.corpora):
         name, colon, own = text.partition(":")
@@ -358,6 +372,12 @@ def run(arguments: argparse.Namespace) -> None:
             given = words if rate is None else f"{words} learning_rate={rate:g}"
             budget = f"{arguments.steps} steps of {arguments.as_long_as}" if arguments.as_long_as else ""
             jobs.append(Job(name.strip(), given, size, corpus, seed, steps, arguments.precision, budget))
+    run_jobs(jobs, arguments.out, arguments.jobs)
+
+
+def run_jobs(jobs: Sequence[Job], out: Path, at_once: int) -> None:
+    """Run what ``out`` does not have yet, each in a process of one thread; adds a line for each."""
+    known = {job_of(record).key for record in read(out) if "job" in record}
     prose(Path(tempfile.gettempdir()))  # once, before several processes want it
 
     def one(job: Job) -> None:
@@ -368,7 +388,7 @@ def run(arguments: argparse.Namespace) -> None:
             print(f"{job.recipe} seed {job.seed} failed:\n{ended.stderr[-2000:]}", file=sys.stderr, flush=True)
             return
         result = json.loads(ended.stdout.splitlines()[-1])
-        with arguments.out.open("a") as file:
+        with out.open("a") as file:
             file.write(json.dumps({"job": asdict(job), **result}) + "\n")
         print(
             f"{job.recipe:20} {job.size:5} {job.corpus:6} seed {job.seed:3} rate {job.rate:.1e} steps {job.steps}: "
@@ -376,7 +396,7 @@ def run(arguments: argparse.Namespace) -> None:
             flush=True,
         )
 
-    with ThreadPoolExecutor(arguments.jobs) as pool:
+    with ThreadPoolExecutor(at_once) as pool:
         list(pool.map(one, [job for job in jobs if job.key not in known]))
 
 
@@ -388,7 +408,7 @@ def _equal_time_steps(done: list[dict[str, Any]], name: str, size: str, corpus: 
             record["seconds"] / record["job"]["steps"]
             for record in done
             if (record["job"]["recipe"], record["job"]["size"], record["job"]["corpus"]) == (recipe, size, corpus)
-            and record.get("processor") == _processor()
+            and record.get("processor") == processor_name()
         ]
         if not times:
             raise SystemExit(
@@ -456,7 +476,7 @@ def table(arguments: argparse.Namespace) -> None:
     for row in rows:
         row[12] = "" if row[12] is None else f"{corrected[row[12]]:.2g}"
     names = "size, corpus, steps, recipe, rate, rates tried, seeds, nats per byte, spread, error over documents"
-    _print_table(f"{names}, minus, difference ± 95 %, p (Holm), s of one core".split(", "), rows)
+    print_table(f"{names}, minus, difference ± 95 %, p (Holm), s of one core".split(", "), rows)
     reached = []
     for place, recipes in curves.items():
         if not (own := sorted(recipes.pop(arguments.base, []))):
@@ -472,7 +492,7 @@ def table(arguments: argparse.Namespace) -> None:
                 reached.append([*place, name, f"{tokens // 2048:.0f}", f"{loss:.3f}", *shown])
     print(f"\nWhat {arguments.base} needs for the loss of the others, between complete runs:\n")
     columns = "size, corpus, recipe, steps, nats per byte, tokens, share of tokens, s of one core, share of time"
-    _print_table(columns.split(", "), reached)
+    print_table(columns.split(", "), reached)
 
 
 def _place(size: str, corpus: str) -> tuple[bool, int]:
@@ -507,7 +527,7 @@ def _tokens_to_reach(loss: float, points: Sequence[tuple[float, float, float]]) 
     return ">", points[-1][0]
 
 
-def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     print("| " + " | ".join(columns) + " |")
     print("|---" * len(columns) + "|")
     for row in rows:
@@ -600,13 +620,18 @@ def main() -> None:
     painter = commands.add_parser("plot")
     painter.add_argument("picture", type=Path)
     painter.add_argument("--steps", type=int, default=400)
-    for each in (runner, tabulator, painter):
-        each.add_argument("--out", type=Path, default=Path("quality.jsonl"))
-    single = commands.add_parser("one")
-    single.add_argument("job", type=json.loads)
+    runner.add_argument("--out", type=Path, default=Path("quality.jsonl"))
+    for each in (tabulator, painter):
+        each.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".jsonl"))
+    for name in ("one", "train"):
+        single = commands.add_parser(name)
+        single.add_argument("job", type=json.loads)
+    single.add_argument("folder", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "one":
         print("\n" + json.dumps(run_one(Job(**arguments.job))))
+    elif arguments.command == "train":
+        train(Job(**arguments.job), arguments.folder)
     else:
         {"run": run, "table": table, "plot": plot}[arguments.command](arguments)
 
