@@ -27,12 +27,12 @@ from forgather_cli.launch.rank import main as rank_process
 from forgather_cli.run_dir import RunDir
 from forgather_cli.terminal.bars import Bar, doing
 
-_TOKENIZER = "model/tokenizer.json"  # in a checkpoint
-
 if TYPE_CHECKING:
     from forgather_cli.checkpoint.manifest import Manifest
     from forgather_cli.data.splits import DataSplits
     from forgather_cli.trainer.script import Trainer
+
+_TOKENIZER = "model/tokenizer.json"  # in a checkpoint
 
 
 def main() -> int:

@@ -52,14 +52,6 @@ FRESH = 11  # seeds from here on choose nothing
 SHORT, LONGER = 21, 40  # steps of a probe (the warmup has 20), and how many more the second one has
 
 
-def entry(text: str) -> tuple[str, str]:
-    """An entry's name and overrides."""
-    name, colon, own = text.partition(":")
-    if not colon and name not in ENTRIES:
-        raise SystemExit(f"{name}: no entry; give one of {', '.join(ENTRIES)}, or NAME: OVERRIDES")
-    return name.strip(), own.strip() if colon else ENTRIES[name]
-
-
 def timed(name: str, words: str, corpus: str, steps: int) -> float:
     """Train in a process of its own on two threads; returns the seconds from its start to its end."""
     job = Job(name, words, "tiny", corpus, 1, steps, "fp32")
@@ -78,13 +70,14 @@ def pace(arguments: argparse.Namespace) -> None:
     """Add a line for each entry and round: seconds of a start on each corpus, and of a step."""
     quality.prose(Path(tempfile.gettempdir()))
     for _, text in itertools.product(range(arguments.rounds), arguments.entries):
-        name, words = entry(text)
+        name, words = quality.named(text, ENTRIES)
         short = {corpus: timed(name, words, corpus, SHORT) for corpus in arguments.corpora}
         first = arguments.corpora[0]
         step = (timed(name, words, first, SHORT + LONGER) - short[first]) / LONGER
         starts = {corpus: seconds - SHORT * step for corpus, seconds in short.items()}
         found = {"name": name, "words": _but_rate(words), "start": starts, "step": step}
-        _add(arguments.out, {"pace": found, "processor": quality.processor_name()})
+        with arguments.out.open("a") as file:
+            file.write(json.dumps({"pace": found, "processor": quality.processor_name()}) + "\n")
         print(
             f"{name}: {step:.2f} s a step; start " + ", ".join(f"{s:.1f} s {c}" for c, s in starts.items()), flush=True
         )
@@ -92,11 +85,6 @@ def pace(arguments: argparse.Namespace) -> None:
 
 def _but_rate(words: str) -> str:
     return " ".join(word for word in words.split() if not word.startswith("learning_rate="))
-
-
-def _add(out: Path, record: dict[str, Any]) -> None:
-    with out.open("a") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 def steps_in(minutes: float, name: str, words: str, corpus: str, out: Path) -> int:
@@ -118,7 +106,7 @@ def run(arguments: argparse.Namespace) -> None:
     for minutes, seed, corpus, text in itertools.product(
         arguments.minutes, arguments.seeds, arguments.corpora, arguments.entries
     ):
-        name, words = entry(text)
+        name, words = quality.named(text, ENTRIES)
         steps = steps_in(minutes, name, words, corpus, arguments.out)
         jobs.append(Job(name, words, "tiny", corpus, seed, steps, "fp32", f"{minutes:g} minutes"))
     quality.run_jobs(jobs, arguments.out, arguments.jobs)
@@ -126,7 +114,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def clock(arguments: argparse.Namespace) -> None:
     for text, minutes in itertools.product(arguments.entries, arguments.minutes):
-        name, words = entry(text)
+        name, words = quality.named(text, ENTRIES)
         steps = steps_in(minutes, name, words, arguments.corpora[0], arguments.out)
         seconds = timed(name, words, arguments.corpora[0], steps)
         print(

@@ -314,9 +314,8 @@ def _Both(*optimizers: Any) -> Any:
 
 
 def nats_of_documents(model: Any, data: Any, precision: str) -> list[tuple[float, int]]:
-    """(sum of the losses of its targets, their bytes) of each held-out document; documents end with the end token.
-
-    In the precision of training.
+    """(sum of the losses of its targets, their bytes) of each held-out document, computed in the precision of training;
+    documents end with the end token.
     """
     import torch
     import torch.nn.functional as F
@@ -361,17 +360,24 @@ def job_of(record: dict[str, Any]) -> Job:
     return Job(**record["job"])
 
 
+def named(text: str, known: dict[str, str]) -> tuple[str, str]:
+    """Name and overrides of what ``text`` stands for: a known name, or a name of one's own, a colon and overrides."""
+    name, colon, own = text.partition(":")
+    if not colon and name not in known:
+        raise SystemExit(f"{name}: not known; give one of {', '.join(known)}, or NAME: OVERRIDES")
+    return name.strip(), own.strip() if colon else known[name]
+
+
 def run(arguments: argparse.Namespace) -> None:
     done = read(arguments.out)
     jobs = []
     for text, size, corpus in itertools.product(arguments.recipes, arguments.sizes, arguments.corpora):
-        name, colon, own = text.partition(":")
-        words = own.strip() if colon else RECIPES[name]
+        name, words = named(text, RECIPES)
         steps = _equal_time_steps(done, name, size, corpus, arguments) if arguments.as_long_as else arguments.steps
         for rate, seed in itertools.product(arguments.rates or [None], arguments.seeds):
             given = words if rate is None else f"{words} learning_rate={rate:g}"
             budget = f"{arguments.steps} steps of {arguments.as_long_as}" if arguments.as_long_as else ""
-            jobs.append(Job(name.strip(), given, size, corpus, seed, steps, arguments.precision, budget))
+            jobs.append(Job(name, given, size, corpus, seed, steps, arguments.precision, budget))
     run_jobs(jobs, arguments.out, arguments.jobs)
 
 
@@ -624,9 +630,8 @@ def main() -> None:
     for each in (tabulator, painter):
         each.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".jsonl"))
     for name in ("one", "train"):
-        single = commands.add_parser(name)
-        single.add_argument("job", type=json.loads)
-    single.add_argument("folder", type=Path)
+        commands.add_parser(name).add_argument("job", type=json.loads)
+    commands.choices["train"].add_argument("folder", type=Path)
     arguments = parser.parse_args()
     if arguments.command == "one":
         print("\n" + json.dumps(run_one(Job(**arguments.job))))
