@@ -53,8 +53,7 @@ _UL2 = " ".join(f"data/test_ul2.py::test_{name}" for name in (
 _TOKENS = "data/test_add_bos.py::test_tokens_from_elsewhere_are_taken_as_they_are_and_that_is_told " + " ".join(
     f"data/test_data_build.py::test_{name}" for name in (
         "documents_end_behind_their_separator_and_evaluation_begins_with_one", "indexes_of_before_are_used_again",
-        "bin_and_npy_read_as_one", "documents_of_token_files", "own_eval_files_of_tokens", "bad_token_files",
-        "files_that_hold_no_tokens",
+        "bin_and_npy_read_as_one", "documents_of_token_files", "bad_token_files", "files_that_hold_no_tokens",
     )
 )  # fmt: skip
 MODULES: dict[str, tuple[str, ...]] = {

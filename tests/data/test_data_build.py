@@ -140,23 +140,17 @@ def test_bad_utf8_is_said(tmp_path: Path, cache: str, caplog: pytest.LogCaptureF
     assert caplog.text.count("20 undecodable byte sequences in 1 files replaced") == 1
 
 
-@pytest.mark.parametrize(
-    ("content", "settings", "message"),
-    [
-        ("", {}, r"no text in 1 files \(.*a\.txt\); they are empty"),
-        ("short", {"eval_fraction": 0.0}, r"data\.seq_len: 32 .* split of 6 tokens; set data\.seq_len=6 or"),
-        ("long enough " * 20, {"eval_fraction": 1.0}, r"data\.eval_fraction: 1\.0 leaves nothing to train on"),
-    ],
-)  # fmt: skip
-def test_too_little_text(tmp_path: Path, cache: str, content: str, settings: dict[str, Any], message: str) -> None:
-    (tmp_path / "a.txt").write_text(content)
-    with pytest.raises(DataError, match=message):
-        load(text(tmp_path / "a.txt", cache, **settings))
-
-
-def test_the_length_that_the_error_names_works(tmp_path: Path, cache: str) -> None:
-    (tmp_path / "a.txt").write_text("short")
-    data = load(text(tmp_path / "a.txt", cache, eval_fraction=0.0, seq_len=6))
+def test_too_little_text_is_said_and_the_length_that_the_error_names_works(tmp_path: Path, cache: str) -> None:
+    path = tmp_path / "a.txt"
+    for content, share, message in (
+        ("", 0.1, r"no text in 1 files \(.*a\.txt\); they are empty"),
+        ("long enough " * 20, 1.0, r"data\.eval_fraction: 1\.0 leaves nothing to train on"),
+        ("short", 0.0, r"data\.seq_len: 32 .* split of 6 tokens; set data\.seq_len=6 or"),
+    ):
+        path.write_text(content)
+        with pytest.raises(DataError, match=message):
+            load(text(path, cache, eval_fraction=share))
+    data = load(text(path, cache, eval_fraction=0.0, seq_len=6))
     assert (len(data.train), data.eval) == (1, None)
 
 
@@ -326,6 +320,8 @@ def test_bin_and_npy_read_as_one(tmp_path: Path, cache: str) -> None:
     assert all_ids(data.train) == list(range(80))
     assert all_ids(data.eval) == [*range(80, 100), 256, 256, 256, 256]
     assert data.description["train_documents"] is None
+    own = load(tokens(cache, first, eval_files=[str(tmp_path / "b.npy")]))
+    assert (all_ids(own.train), all_ids(own.eval)[:50]) == (list(range(48)), list(range(50, 100)))
 
 
 def test_documents_of_token_files(tmp_path: Path, cache: str) -> None:
@@ -343,6 +339,7 @@ def test_documents_of_token_files(tmp_path: Path, cache: str) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("own_directory")
 @pytest.mark.parametrize(
     ("values", "settings", "train", "held_out"),
     [
@@ -357,19 +354,12 @@ def test_documents_of_token_files(tmp_path: Path, cache: str) -> None:
     ],
 )
 def test_documents_end_behind_their_separator_and_evaluation_begins_with_one(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    values: list[int],
-    settings: Any,
-    train: list[int],
-    held_out: list[int],
+    values: list[int], settings: dict[str, Any], train: list[int], held_out: list[int]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     more = [0, 200, 0] if "eval_files" in settings else []
-    write_bin(Path("a.bin"), values[:3])
-    write_bin(Path("c.bin"), values[3:])
     np.save("b.npy", np.array(more, np.int64))
-    option = tokens("cache", Path("a.bin"), Path("c.bin"), document_separator=0, **settings)
+    files = write_bin(Path("a.bin"), values[:3]), write_bin(Path("c.bin"), values[3:])
+    option = tokens("cache", *files, document_separator=0, **settings)
     told: list[tuple[int, int]] = []
     cache = Cache("cache", lambda done, total: told.append((done, total)))
     made = open_token_files(option, load_tokenizer("bytes"), cache)
@@ -387,13 +377,6 @@ def test_documents_end_behind_their_separator_and_evaluation_begins_with_one(
 def test_indexes_of_before_are_used_again(cache: str, tmp_path: Path) -> None:
     data = load(tokens(cache, write_bin(tmp_path / "a.bin", [1] * 20), document_separator=1))
     assert data.fingerprint == "81d82cf56c088ea76fa33001c7e1db91"
-
-
-def test_own_eval_files_of_tokens(tmp_path: Path, cache: str) -> None:
-    train, held_out = write_bin(tmp_path / "a.bin", [1] * 20), write_bin(tmp_path / "b.bin", [2] * 9)
-    data = load(tokens(cache, train, eval_files=[str(held_out)]))
-    assert (len(data.train), len(data.eval)) == (2, 2)
-    assert set(all_ids(data.eval)) == {2, 256}
 
 
 @pytest.mark.parametrize(
@@ -420,15 +403,11 @@ def test_bad_token_files(
 
 def test_files_that_hold_no_tokens(tmp_path: Path, cache: str) -> None:
     (tmp_path / "a.txt").write_text("x")
-    np.save(tmp_path / "a.npy", np.zeros(10))
-    (tmp_path / "b.npy").write_bytes(b"none")
+    (tmp_path / "a.npy").write_bytes(b"none")
+    np.save(tmp_path / "b.npy", np.zeros(10))
     np.save(tmp_path / "c.npy", np.ones((3, 4), np.int32, "F"))
-    for name, message in (
-        ("a.txt", "are .bin or .npy"),
-        ("a.npy", "integers, got float64"),
-        ("b.npy", "cannot be read"),
-        ("c.npy", "C-ordered array of integers"),
-    ):
+    told = {"a.txt": "are .bin or .npy", "a.npy": "cannot be read", "b.npy": "integers, got float64"}
+    for name, message in {**told, "c.npy": "C-ordered array of integers"}.items():
         with pytest.raises(DataError, match=message):
             load(tokens(cache, tmp_path / name))
 

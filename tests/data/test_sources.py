@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,13 @@ def texts(corpus: Corpus, damage: Damage | None = None) -> dict[str, list[str]]:
     return found
 
 
-def option(*files: Path | str, **settings: Any) -> TextSettings:
-    return TextSettings(files=[str(file) for file in files], **settings)
+def option(file: Path, **settings: Any) -> TextSettings:
+    return TextSettings(files=[str(file)], **settings)
+
+
+def read(file: Path, **settings: Any) -> list[str]:
+    """With nothing held out."""
+    return texts(find_corpus(option(file, eval_fraction=0.0, **settings)))["train"]
 
 
 def test_standard_library_without_tests_held_out_by_names_alone() -> None:
@@ -51,12 +56,15 @@ def test_standard_library_without_tests_held_out_by_names_alone() -> None:
 
 
 def test_documents_of_every_kind(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("plain")
-    (tmp_path / "b.md").write_text("# mark\n")
-    (tmp_path / "c.txt").write_text("")
-    write_lines(tmp_path / "d.jsonl", [{"text": "one"}, {"text": ""}, {"text": "two\n"}])
-    corpus = find_corpus(option(tmp_path / "*.*", eval_fraction=0.0))
-    assert texts(corpus) == {"train": ["plain", "# mark\n", "one", "two\n"], "eval": []}
+    """JSON files are lists or lines."""
+    records = [{"text": "one"}, {"text": ""}, {"text": "two\n"}]
+    for name, content in (("a.txt", "plain"), ("b.md", "# mark\n"), ("c.txt", ""), ("d.json", json.dumps(records))):
+        (tmp_path / name).write_text(content)
+    for name in ("e.json", "f.jsonl"):
+        write_lines(tmp_path / name, records)
+    assert read(tmp_path / "*.*") == ["plain", "# mark\n", *["one", "two\n"] * 3]
+    (tmp_path / "g.json").write_text('[{"text": "x\\ud800y"}, {"text": "z"}]')
+    assert read(tmp_path / "g.json", on_bad_row="skip") == ["z"]
 
 
 def test_split_by_fraction_keeps_equal_texts_together(tmp_path: Path) -> None:
@@ -81,45 +89,38 @@ def test_one_text_is_cut_at_a_line_one_line_anywhere_and_one_letter_nowhere(tmp_
     assert texts(find_corpus(option(tmp_path / "a.txt"))) == {"train": ["x"], "eval": []}
 
 
-def test_half_a_surrogate_pair_in_json(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "x\\ud800y"}\n')
-    (tmp_path / "b.json").write_text('[{"text": "x\\ud800y"}, {"text": "z"}]')
-    for name in ("a.jsonl", "b.json"):
-        with pytest.raises(DataError, match=rf"{name}:1: .*surrogate.*; .* data\.on_bad_row=skip"):
-            texts(find_corpus(option(tmp_path / name, eval_fraction=0.0)))
-    found = texts(find_corpus(option(tmp_path / "b.json", eval_fraction=0.0, on_bad_row="skip")))
-    assert found["train"] == ["z"]
+FINE = b'{"text": "fine"}\n'
+GIVE = r"; give a text in UTF-8, or jsonl or parquet"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\0" + b"x" * 100, r": is not text \(byte 0 is NUL\)" + GIVE),
+        ("a.txt", b"x" * 100_000 + b"\0" + b"x" * 100, r": is not text \(byte 100000 is NUL\)" + GIVE),
+        ("a.jsonl", FINE + b'{"text": "cut', ":2: not a JSON line"),
+        ("a.jsonl", FINE + b'{"body": 1, "id": 1}', r":2: no key 'text' \(its keys: body, id\); set data\.text_key"),
+        ("a.jsonl", FINE + b'{"text": 3}', ":2: 'text' is int, not text"),
+        ("a.jsonl", b'{"text": "x\\ud800y"}\n', r":1: .*surrogate.*; .* data\.on_bad_row=skip"),
+        ("a.json", b'[{"text": "x\\ud800y"}, {"text": "z"}]', r":1: .*surrogate.*; .* data\.on_bad_row=skip"),
+        ("a.json", b'[{"text": "one"},', r"(.|\n)* not JSON"),
+        ("a.json", b'{\n"text": "one"}', r"(.|\n)* not a JSON line"),
+        ("a.json", b'[{"text": "one"}, 3]', ":2: expected a JSON object, got int"),
+        ("a.parquet", b"nothing", ": cannot be read"),
+    ],
+)
+def test_what_is_no_text_is_said_with_its_place(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=re.escape(name) + message):
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json"])
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_other_encodings_are_named(tmp_path: Path, name: str, encoding: str) -> None:
     (tmp_path / name).write_text('{"text": "some words"}\n' * 9, encoding=encoding)
-    with pytest.raises(DataError, match=rf"{name.replace('.', '[.]')}: is text in {encoding.upper()[:6]}.*iconv -f"):
-        texts(find_corpus(option(tmp_path / name, eval_fraction=0.0)))
-
-
-@pytest.mark.parametrize("before", [0, 100_000])
-def test_a_nul_is_named(tmp_path: Path, before: int) -> None:
-    (tmp_path / "a.txt").write_bytes(b"x" * before + b"\0" + b"x" * 100)
-    message = rf"a\.txt: is not text \(byte {before} is NUL\); give a text in UTF-8, or jsonl or parquet"
-    with pytest.raises(DataError, match=message):
-        texts(find_corpus(option(tmp_path / "a.txt", eval_fraction=0.0)))
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"text": "cut', r"a\.jsonl:2: not a JSON line"),
-        ('{"body": "x", "id": 1}', r"a\.jsonl:2: no key 'text' \(its keys: body, id\); set data\.text_key"),
-        ('{"text": 3}', r"a\.jsonl:2: 'text' is int, not text"),
-        ("[1]", r"a\.jsonl:2: expected a JSON object, got list"),
-    ],
-)
-def test_bad_json_lines_say_where(tmp_path: Path, line: str, message: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(DataError, match=message):
-        texts(find_corpus(option(tmp_path / "a.jsonl")))
+    with pytest.raises(DataError, match=rf"{re.escape(name)}: is text in {encoding.upper()[:6]}.*iconv -f"):
+        read(tmp_path / name)
 
 
 @pytest.mark.parametrize("piece", [reading.PIECE, 60])
@@ -143,27 +144,6 @@ def test_all_bad_rows_of_a_file_are_one_report_or_left_out_and_counted(
     assert "3 bad rows left out" in damage.lines()["skipped"]
     other = find_corpus(option(path, eval_fraction=0.0))
     assert corpus.fingerprint(Cache(tmp_path / "cache")) != other.fingerprint(Cache(tmp_path / "cache"))
-
-
-def test_json_files_are_lists_or_lines(tmp_path: Path) -> None:
-    records = [{"text": "one"}, {"text": "two"}]
-    (tmp_path / "list.json").write_text(json.dumps(records, indent=1))
-    write_lines(tmp_path / "lines.json", records)
-    for name in ("list.json", "lines.json"):
-        assert texts(find_corpus(option(tmp_path / name, eval_fraction=0.0)))["train"] == ["one", "two"]
-    for content, message in (('[{"text": "one"},', "not JSON"), ('{\n"text": "one"}', "not a JSON line")):
-        (tmp_path / "list.json").write_text(content)
-        with pytest.raises(DataError, match=rf"list\.json(.|\n)* {message}"):
-            texts(find_corpus(option(tmp_path / "list.json")))
-    (tmp_path / "list.json").write_text('[{"text": "one"}, 3]')
-    with pytest.raises(DataError, match=r"list\.json:2: expected a JSON object, got int"):
-        texts(find_corpus(option(tmp_path / "list.json")))
-
-
-def test_a_pipe_is_refused_for_what_it_is(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.txt")
-    with pytest.raises(DataError, match=r"data\.files: '.*pipe\.txt' is a pipe or a device"):
-        find_corpus(option(tmp_path / "pipe.txt"))
 
 
 def test_pattern_without_a_match(tmp_path: Path) -> None:
@@ -192,21 +172,18 @@ def test_a_missing_package_is_named(
         monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     (tmp_path / name).write_bytes(b"PAR1")
     with pytest.raises(DataError, match=rf"{name}: .*needs? the package {install}"):
-        texts(find_corpus(option(tmp_path / name)))
+        read(tmp_path / name)
 
 
 def test_parquet(tmp_path: Path) -> None:
-    write_table(tmp_path / "a.parquet", [{"text": text, "n": 1} for text in ("one", None, "two")])
+    path = write_table(tmp_path / "a.parquet", [{"text": text, "n": 1} for text in ("one", None, "two")])
     with pytest.raises(DataError, match=r"a\.parquet:2: 'text' is null, not text.* data\.on_bad_row=skip"):
-        texts(find_corpus(option(tmp_path / "a.parquet")))
-    corpus = find_corpus(option(tmp_path / "a.parquet", eval_fraction=0.0, on_bad_row="skip"))
+        read(path)
+    corpus = find_corpus(option(path, eval_fraction=0.0, on_bad_row="skip"))
     assert texts(corpus, damage := Damage())["train"] == ["one", "two"]
-    assert [row.partition(": ")[0] for row in damage.skipped] == [f"{tmp_path / 'a.parquet'}:2"]
+    assert [row.partition(": ")[0] for row in damage.skipped] == [f"{path}:2"]
     with pytest.raises(DataError, match=r"no column 'body' \(its columns: text, n\)"):
-        texts(find_corpus(option(tmp_path / "a.parquet", text_key="body")))
-    (tmp_path / "a.parquet").write_bytes(b"nothing")
-    with pytest.raises(DataError, match="cannot be read"):
-        texts(find_corpus(option(tmp_path / "a.parquet")))
+        read(path, text_key="body")
 
 
 def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
