@@ -82,6 +82,18 @@ def loader(dataset: Any, global_batch: int = 4, micro_batch: int = 2, **kwargs: 
     return TrainLoader(dataset, **{"seed": 1, **kwargs}, global_batch_size=global_batch, micro_batch_size=micro_batch)
 
 
+def at(state: dict[str, Any], data: TrainLoader) -> TrainLoader:
+    """It goes on from a position."""
+    data.load_state_dict(state)
+    return data
+
+
+def read(data: TrainLoader) -> tuple[list[list[list[int]]], list[dict[str, Any]]]:
+    """What each step holds, and the position behind it."""
+    found = [(numbers(step), data.state_dict()) for step in data]
+    return [each for each, _ in found], [state for _, state in found]
+
+
 def numbers(step: Step) -> list[list[int]]:
     return [batch["input_ids"][:, 0].tolist() for batch in step.microbatches]
 
@@ -154,9 +166,8 @@ def test_grouped_by_length_the_position_holds_for_other_ranks_and_batches() -> N
     read = flat([next(steps) for _ in range(7)])
     state = json.loads(json.dumps(first.state_dict()))
     for size, batch in ((1, 10), (3, 10), (2, 6)):
-        ranks = [by_length(data, batch, 5, rank=rank, size=size, drop_last=False) for rank in range(size)]
-        for each in ranks:
-            each.load_state_dict(state)
+        given = {"size": size, "drop_last": False}
+        ranks = [at(state, by_length(data, batch, 5, rank=rank, **given)) for rank in range(size)]
         assert ranks[0].samples_between(state, {"epoch": 0, "sample": 90}) == whole[0][70:90]
         assert read + [i for together in zip(*ranks, strict=True) for i in flat(together)] == whole[0]
 
@@ -189,14 +200,10 @@ def test_exact_resume_at_every_step_and_across_epochs() -> None:
     whole = run(loader(Numbers(22)), 15)
     assert [state for state, _ in whole[4:6]] == [{"epoch": 0, "sample": 20}, {"epoch": 1, "sample": 4}]
     for done in range(1, 15):
-        resumed = loader(Numbers(22))
-        resumed.load_state_dict(whole[done - 1][0])
-        assert run(resumed, 15 - done) == whole[done:]
+        assert run(at(whole[done - 1][0], loader(Numbers(22))), 15 - done) == whole[done:]
     # workers give the same, and what they read ahead does not count
     assert run(loader(Numbers(22), num_workers=2), 10) == whole[:10]
-    resumed = loader(Numbers(22), num_workers=2)
-    resumed.load_state_dict(whole[2][0])
-    assert run(resumed, 4) == whole[3:7]
+    assert run(at(whole[2][0], loader(Numbers(22), num_workers=2)), 4) == whole[3:7]
 
 
 def test_samples_given_out_in_ranges_are_those_of_the_endless_epochs_and_resume_exactly() -> None:
@@ -206,33 +213,23 @@ def test_samples_given_out_in_ranges_are_those_of_the_endless_epochs_and_resume_
         data.set_epoch(epoch)
         epochs += flat(data)
     ranges = [[1, 4], [8, 23], [29, 30]]  # across the end of two epochs
+    begin = {"epoch": 0, "sample": 1, "ranges": ranges}
     wanted = [sample for start, stop in ranges for sample in epochs[start:stop]]
     for workers in (0, 2):
-        data = loader(Numbers(10), num_workers=workers)
-        data.load_state_dict({"epoch": 0, "sample": 1, "ranges": ranges})
-        steps, positions = [], []
-        for step in data:
-            steps.append(flat([step]))
-            positions.append(data.state_dict())
-        assert [sample for step in steps for sample in step] == wanted
+        found, positions = read(at(begin, loader(Numbers(10), num_workers=workers)))
+        steps = [[i for part in step for i in part] for step in found]
+        assert [i for step in steps for i in step] == wanted
         assert [len(step) for step in steps] == [4, 4, 4, 4, 3], "the last step is what is left"
         assert positions[-1]["ranges"] == []
     for number, position in enumerate(positions):
-        data = loader(Numbers(10))
-        data.load_state_dict(position)
-        assert [flat([step]) for step in data] == steps[number + 1 :]
-    halves = [loader(Numbers(10), 4, 1, rank=rank, size=2) for rank in range(2)]
-    for half in halves:
-        half.load_state_dict({"epoch": 0, "sample": 1, "ranges": ranges})
-    together = [flat([one]) + flat([other]) for one, other in zip(*halves, strict=True)]
-    assert together == steps
+        assert read(at(position, loader(Numbers(10))))[0] == found[number + 1 :]
+    halves = [at(begin, loader(Numbers(10), 4, 1, rank=rank, size=2)) for rank in range(2)]
+    assert [flat(both) for both in zip(*halves, strict=True)] == steps
 
 
 def test_persistent_workers_hear_of_the_epoch_and_survive_a_break() -> None:
     data = loader(Numbers(16), num_workers=2, persistent_workers=True)
-    for step in data:
-        assert step.microbatches[0]["labels"][0, 1] == 0
-        break
+    assert next(iter(data)).microbatches[0]["labels"][0, 1] == 0
     data.set_epoch(3)
     expected = loader(Numbers(16))
     expected.set_epoch(3)
@@ -253,81 +250,60 @@ def test_whole_batch_datasets_and_workers() -> None:
 
 def test_set_epoch_only_where_asked() -> None:
     data = Numbers(8)
-    list(loader(data, set_dataset_epoch=False))
-    for _ in range(2):
-        list(loader(data))
-    told = loader(data)
-    told.set_epoch(5)
-    list(told)
-    assert data.epoch == 5
+    for asked, epoch in ((False, 0), (True, 5)):
+        told = loader(data, set_dataset_epoch=asked)
+        told.set_epoch(5)
+        list(told)
+        assert data.epoch == epoch
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", [Count, StatefulCount])
 def test_streams_resume_exactly(kind: type[Count], workers: int) -> None:
-    data = loader(kind(23), 4, 3, num_workers=workers)
-    steps, states = [], []
-    for step in data:
-        steps.append(numbers(step))
-        states.append(data.state_dict())
+    steps, states = read(loader(kind(23), 4, 3, num_workers=workers))
     assert [len(part) for part in steps[0]] == [3, 1]
     assert json.loads(json.dumps(states)) == states, "a checkpoint can hold it"
     assert len({i for step in steps for part in step for i in part}) == 20
     for done in (1, 3, 5):
-        resumed = loader(kind(23), 4, 3, num_workers=workers)
-        resumed.load_state_dict(states[done - 1])
-        assert [numbers(step) for step in resumed] == steps[done:]
+        resumed = at(states[done - 1], loader(kind(23), 4, 3, num_workers=workers))
+        assert read(resumed)[0] == steps[done:]
         assert resumed.epoch == 1
 
 
 def test_a_stream_with_a_state_goes_on_with_as_many_workers() -> None:
     first = loader(StatefulCount(1000), 4, 2)
     next(iter(first))
-    other = loader(StatefulCount(1000), 4, 2, num_workers=2)
-    other.load_state_dict(first.state_dict())
+    other = at(first.state_dict(), loader(StatefulCount(1000), 4, 2, num_workers=2))
     with pytest.raises(DataError, match=r"dataloader_num_workers: .* saved with 0 workers, got 2"):
         next(iter(other))
 
 
 def test_any_iterable_of_samples_or_batches() -> None:
     samples = loader((sample(i) for i in range(9)), 4, 2, drop_last=False)
-    assert [numbers(step) for step in samples] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8]]]
+    assert read(samples)[0] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8]]]
     batches = [default_collate([sample(i), sample(i + 1)]) for i in range(0, 8, 2)]
     for data in (loader(batches), loader(iter(batches))):
-        assert [numbers(step) for step in data] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
+        assert read(data)[0] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]
 
 
 @pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_ready_dataloader(kind: Any) -> None:
-    def ready() -> Any:
-        return kind([sample(i) for i in range(10)], batch_size=2)
+    def ready() -> TrainLoader:
+        return loader(kind([sample(i) for i in range(10)], batch_size=2), drop_last=False)
 
-    data = loader(ready(), 4, 2, drop_last=False)
+    data = ready()
     assert len(data) == 3
-    steps, states = [], []
-    for step in data:
-        steps.append(numbers(step))
-        states.append(data.state_dict())
+    steps, states = read(data)
     assert steps == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
     assert states[1]["sample"] == 8
-    resumed = loader(ready(), 4, 2, drop_last=False)
-    resumed.load_state_dict(states[0])
-    assert [numbers(step) for step in resumed] == steps[1:]
-    assert [numbers(step) for step in data] == steps, "the next epoch"
+    assert read(at(states[0], ready()))[0] == steps[1:]
+    assert read(data)[0] == steps, "the next epoch"
 
 
-def test_collators_and_names() -> None:
+def test_names_of_columns() -> None:
     samples = [{"input_ids": [1, 2], "label": [1, 2], "text": "left out", "none": None} for _ in range(4)]
-    batch = next(iter(loader(samples))).microbatches[0]
-    assert set(batch) == {"input_ids", "labels"}
-    ragged = [{"input_ids": [1] * n} for n in (1, 2, 3, 4)]
-
-    def pad(items: list[Any]) -> dict[str, torch.Tensor]:
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(item["input_ids"]) for item in items], batch_first=True)
-        return {"input_ids": ids, "labels": ids.masked_fill(ids == 0, -100)}
-
-    assert next(iter(loader(ragged, 4, 4, collate_fn=pad))).counts.targets == 6
+    assert set(next(iter(loader(samples))).microbatches[0]) == {"input_ids", "labels"}
 
 
 def test_bad_data_says_what_to_do() -> None:
