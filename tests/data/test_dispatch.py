@@ -82,13 +82,18 @@ SOURCES: dict[str, Callable[[], Any]] = {
 }
 
 
-def train_loader(dataset: Any, size: int | None = None, data_rank: int | None = None, **kwargs: Any) -> TrainLoader:
-    """Of a rank; ``size`` 1: all ranks read the same."""
+def train_loader(
+    dataset: Any, state: Any = None, size: int | None = None, data_rank: int | None = None, **kwargs: Any
+) -> TrainLoader:
+    """Of a rank, at a position or one by rank; ``size`` 1: all ranks read the same."""
     rank, world = rank_and_size()
     size = world if size is None else size
     data_rank = rank % size if data_rank is None else data_rank
     options = {"global_batch_size": 6, "micro_batch_size": 2, "seed": 1, "drop_last": False} | kwargs
-    return TrainLoader(dataset, rank=data_rank, size=size, data_ranks=new_data_ranks(data_rank), **options)
+    loader = TrainLoader(dataset, rank=data_rank, size=size, data_ranks=new_data_ranks(data_rank), **options)
+    if state is not None:
+        loader.load_state_dict(state[rank] if isinstance(state, list) else state)
+    return loader
 
 
 def trained(loader: TrainLoader, steps: int = 1000) -> list[tuple[list[list[int]], dict[str, Any]]]:
@@ -135,9 +140,7 @@ def caught(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Exception
 
 def dispatched(name: str, kwargs: dict[str, Any], state: dict[str, Any] | None = None, steps: int = 1000) -> Any:
     source = SOURCES[name]()
-    loader = train_loader(source, global_batch_size=12, **kwargs)
-    if state is not None:
-        loader.load_state_dict(state)
+    loader = train_loader(source, state, global_batch_size=12, **kwargs)
     return trained(loader, steps), getattr(source, "made", 0), loader.epoch
 
 
@@ -172,18 +175,15 @@ def test_dispatched_goes_on_exactly_on_any_number_of_ranks(name: str) -> None:
             assert ranks[0][1] < made - 8, "samples before the position are not made again"
 
 
-def with_workers(kind: type[Count], state: dict[str, Any] | None) -> Any:
+def with_workers(kind: type[Count], state: dict[str, Any] | None = None) -> Any:
     may_have_workers()
-    loader = train_loader(kind(40), num_workers=2, micro_batch_size=6 // rank_and_size()[1])
-    if state is not None:
-        loader.load_state_dict(state)
-    return trained(loader)
+    return trained(train_loader(kind(40), state, num_workers=2, micro_batch_size=6 // rank_and_size()[1]))
 
 
 @pytest.mark.parametrize("kind", [Count, StatefulCount])
 def test_the_order_of_workers_does_not_depend_on_the_layout(kind: type[Count]) -> None:
-    alone = with_workers(kind, None)
-    ranks = run_ranks(2, with_workers, kind, None)
+    alone = with_workers(kind)
+    ranks = run_ranks(2, with_workers, kind)
     assert together(ranks) == samples(alone)
     assert samples(with_workers(kind, ranks[0][2][1])) == samples(alone)[3:]
 
@@ -264,8 +264,8 @@ def test_an_error_of_rank_0_is_raised_on_all() -> None:
     assert [first[5], second[5]] == [[[0, 1, 2]], [[3, 4, 5]]], "the ranks can go on"
 
 
-def sharded(kind: str, state: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-    """Every rank for itself; ``state``: its own, or by rank."""
+def sharded(kind: str, state: Any = None, **kwargs: Any) -> Any:
+    """Every rank for itself."""
     may_have_workers()
     rank, size = rank_and_size()
     sampler = DistributedSampler(range(20), num_replicas=size, rank=rank, shuffle=False)  # type: ignore[arg-type]
@@ -277,15 +277,9 @@ def sharded(kind: str, state: dict[str, Any] | None = None, **kwargs: Any) -> An
         "all": lambda: StatefulCount(24),
         "sampler": lambda: DataLoader(Numbers(20), batch_size=2, sampler=sampler, collate_fn=default_collate),
     }
-    loader = train_loader(datasets[kind](), dispatch=False, **kwargs)
-    if state is not None:
-        loader.load_state_dict(state[rank] if isinstance(state, list) else state)
+    loader = train_loader(datasets[kind](), state, dispatch=False, **kwargs)
     found = trained(loader)
-    try:
-        length = len(loader)
-    except TypeError:
-        length = None
-    return found, length, loader.state_is_per_rank
+    return found, None if caught(len, loader) else len(loader), loader.state_is_per_rank
 
 
 def all_sharded() -> dict[str, Any]:
@@ -345,9 +339,8 @@ def test_shards_that_cannot_be_trained_on_are_told_on_all_ranks() -> None:
         assert all(isinstance(error, DataError) for error in errors)
         assert "ended before the first step of 6 samples on ranks [0]; lower" in str(errors[0])
         assert "of 6 samples on ranks [0]" in str(errors[1])
-        assert "ranks that train the same samples get different ones from it; set dispatch_batches=true" in str(
-            errors[2]
-        )
+        different = "ranks that train the same samples get different ones from it; set dispatch_batches=true"
+        assert different in str(errors[2])
 
 
 def eval_loader(dataset: Any, **kwargs: Any) -> EvalLoader:
@@ -357,8 +350,7 @@ def eval_loader(dataset: Any, **kwargs: Any) -> EvalLoader:
 
 def evaluated(loader: EvalLoader) -> list[list[int]]:
     """This rank's batches that count, in the rounds of the Trainer."""
-    group = groups()[1] if dist.is_initialized() else None
-    rounds = in_rounds(loader, group)
+    rounds = in_rounds(loader, groups()[1] if dist.is_initialized() else None)
     return [batch["input_ids"][:, 0].tolist() for batch, counted in rounds if counted]
 
 
@@ -421,12 +413,9 @@ def test_an_empty_shard_is_an_error_on_every_rank() -> None:
     assert "1 batches for 2 ranks leaves ranks [0] without any" in first[5]
     assert "max_eval_samples: 4 are the first of the whole split, but each rank reads a shard of its own" in first[6]
     assert "eval_dataset: 0 samples for 2 ranks leaves ranks [0, 1] without any" in first[7]
-
-
-def test_an_empty_split_on_one_rank() -> None:
-    for dataset in (Numbers(0), iter([])):
+    for dataset in (Numbers(0), iter([])):  # on one rank
         with pytest.raises(DataError, match="eval_dataset: has no samples"):
-            list(EvalLoader(dataset, batch_size=2))
+            evaluated(eval_loader(dataset))
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
@@ -450,10 +439,9 @@ def test_slices_of_any_number_of_ranks_make_up_the_same_steps(drop_last: bool) -
     state: dict[str, Any] | None = None
     for size in (1, 2, 4, 3, 1):
         ranks = loaders(size, state)
-        seen += [flat(parts) for parts in islice(zip(*ranks, strict=True), 1)]
-        positions = [loader.state_dict() for loader in ranks]
-        state = positions[0]
-        assert all(position == state for position in positions)
+        seen.append(flat([next(iter(loader)) for loader in ranks]))
+        state, *others = (loader.state_dict() for loader in ranks)
+        assert all(position == state for position in others)
     assert seen == alone[:5]
 
 

@@ -21,11 +21,17 @@ from forgather_cli.errors import ModelError, PartError
 from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 
+TEXT = "to be or not to be, that is the question\n" * 50
+WORDS = [
+    "data=text", "seq_len=32", "device=cpu", "precision=fp32", "callbacks=minimal", "save_steps=1",
+    "global_batch_size=4", "warmup_steps=1", "eval_strategy=no",
+]  # fmt: skip
+
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     """A tokenizer with a model beside it."""
-    train_bpe(["to be or not to be, that is the question\n" * 50], 270, tmp_path / "model")
+    train_bpe([TEXT], 270, tmp_path / "model")
     chats.write_model(tmp_path / "model", "llama", 272)
     return tmp_path / "model"
 
@@ -52,14 +58,9 @@ def test_the_tokenizer_of_a_pretrained_model_is_its_own_unless_another_is_given(
 def test_a_pretrained_model_with_other_ids_than_its_own_is_refused_unless_said_twice(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], one_thread: None
 ) -> None:
-    text = "to be or not to be, that is the question\n" * 50
-    (tmp_path / "a.txt").write_text(text)
-    base = [
-        f"data.files=[{tmp_path}/a.txt]", f"cache_dir={tmp_path}/cache", "data=text", "seq_len=32", "device=cpu",
-        "precision=fp32", "callbacks=minimal", "max_steps=2", "save_steps=1", "global_batch_size=4", "warmup_steps=1",
-        "eval_strategy=no", "model=pretrained",
-    ]  # fmt: skip
-    train_bpe([text], 265, tmp_path / "words")
+    (tmp_path / "a.txt").write_text(TEXT)
+    base = [*WORDS, f"data.files=[{tmp_path}/a.txt]", f"cache_dir={tmp_path}/cache", "max_steps=2", "model=pretrained"]
+    train_bpe([TEXT], 265, tmp_path / "words")
     ByteTokenizer().save(tmp_path / "letters")
     for name, size in (("words", 265), ("letters", 257)):
         chats.write_model(tmp_path / name, "llama", size)
@@ -85,15 +86,9 @@ def test_a_bpe_of_other_data_is_no_tokenizer_for_a_model_that_has_learned_one(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in {
-        "a": "to be or not to be, that is the question\n",
-        "b": "whether it is nobler to suffer\n",
-    }.items():
-        Path(f"{name}.txt").write_text(text * 50)
-    words = [
-        "data=text", "cache_dir=cache", "bpe_vocab_size=265", "seq_len=32", "device=cpu", "precision=fp32",
-        "callbacks=minimal", "save_steps=1", "global_batch_size=4", "warmup_steps=1", "eval_strategy=no", "model=nano",
-    ]  # fmt: skip
+    Path("a.txt").write_text(TEXT)
+    Path("b.txt").write_text("whether it is nobler to suffer\n" * 50)
+    words = [*WORDS, "cache_dir=cache", "bpe_vocab_size=265", "model=nano"]
     assert forgather("train", *words, "data.files=[a.txt]", "max_steps=2", "output_dir=run") == 0
     config = yaml.safe_load(Path("run/config.yaml").read_text())
     assert config["data"]["tokenizer"] == "bpe"
@@ -136,11 +131,9 @@ def own(vocab_size: int | None = None, streams: bool = False) -> dict[str, Any]:
 
 
 def run_own(tmp_path: Path, *words: str) -> Any:
-    base = [
-        "model=nano", "precision=fp32",
-        "callbacks=minimal", f"output_dir={tmp_path}/run", "global_batch_size=8", "max_steps=2",
-        "data._target_=test_vocabulary.own", "eval_strategy=no", "save_strategy=no", "device=cpu",
-    ]  # fmt: skip
+    base = ["model=nano", "precision=fp32", "callbacks=minimal", f"output_dir={tmp_path}/run", "global_batch_size=8",
+            "max_steps=2", "data._target_=test_vocabulary.own", "eval_strategy=no", "save_strategy=no",
+            "device=cpu"]  # fmt: skip
     (tmp_path / "run").mkdir()
     return tiny.train(load_config(None, [*base, *words]).config, RunDir(tmp_path / "run"))
 
@@ -151,10 +144,14 @@ def test_own_data_without_a_vocabulary_gets_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["+data.vocab_size=301", "model.vocab_size=301"])
-def test_own_data_with_one_trains(tmp_path: Path, word: str) -> None:
-    trainer = run_own(tmp_path, word)
+def test_own_data_with_one_trains_and_textgen_says_that_it_writes_nothing_without_a_tokenizer(
+    tmp_path: Path, word: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = run_own(tmp_path, word, "+callbacks.textgen={generation_steps: 1}")
     assert trainer.model.settings.vocab_size == 301
     assert trainer.processing_class is None
+    assert "callbacks.textgen: there is no tokenizer" in caplog.text
+    assert not (tmp_path / "run" / "samples.txt").exists()
 
 
 @pytest.mark.parametrize("streams", ["false", "true"])
@@ -166,14 +163,6 @@ def test_ids_of_the_first_batches_are_compared_with_the_model(tmp_path: Path, st
 def test_own_data_of_a_pretrained_model_has_its_tokenizer(directory: Path) -> None:
     data = load_data(DataTarget(path="test_vocabulary.own"), seed=0, model_path=str(directory))
     assert data.vocab_size == data.tokenizer.vocab_size == 270
-
-
-def test_textgen_without_a_tokenizer_writes_nothing_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    run_own(tmp_path, "model.vocab_size=301", "+callbacks.textgen={generation_steps: 1}")
-    assert "callbacks.textgen: there is no tokenizer" in caplog.text
-    assert not (tmp_path / "run" / "samples.txt").exists()
 
 
 def test_a_plan_says_unknown_where_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
