@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,11 @@ PASSAGE = "The bridge was built in 1931."
 WHEN = "When was it built?"
 DOLLY = {"instruction": WHEN, "context": PASSAGE, "response": "In 1931."}
 
+
+def sharegpt(**turns: str) -> list[dict[str, str]]:
+    return [{"from": role, "value": text} for role, text in turns.items()]
+
+
 LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "openai": ({"messages": [BE, HI, YO, MORE, SO]}, "s:Be;u:Hi;a:[Yo;]u:More;a:[So;]"),
     "openai, calls": (
@@ -83,22 +89,12 @@ LAYOUTS: dict[str, tuple[dict[str, Any], str]] = {
     "openai, name": ({"messages": [{**HI, "name": "Ann"}, YO]}, "u:Hi;a:[Yo;]"),
     "openai, reasoning": ({"messages": [HI, {**YO, "reasoning_content": "hm"}]}, "u:Hi;a:[(hm)Yo;]"),
     "openai, thinking": ({"messages": [HI, {**YO, "thinking": "hm"}]}, "u:Hi;a:[(hm)Yo;]"),
-    "sharegpt": (
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}], "system": "Be"},
-        "s:Be;u:Hi;a:[Yo;]",
-    ),
+    "sharegpt": ({"conversations": sharegpt(human="Hi", gpt="Yo"), "system": "Be"}, "s:Be;u:Hi;a:[Yo;]"),
     "sharegpt, calls": (
-        {
-            "conversations": [
-                {"from": "human", "value": "Hi"},
-                {"from": "function_call", "value": '{"name": "move", "arguments": {"x": 1}}'},
-                {"from": "observation", "value": "ok"},
-                {"from": "gpt", "value": "Yo"},
-                {"from": "function_call", "value": '[{"name": "say", "arguments": "{}"}, {"name": "go"}]'},
-            ],
-            "tools": '[{"name": "move"}]',
-            "system": "",
-        },
+        {"conversations": sharegpt(
+            human="Hi", function_call='{"name": "move", "arguments": {"x": 1}}', observation="ok", gpt="Yo"
+         ) + sharegpt(function_call='[{"name": "say", "arguments": "{}"}, {"name": "go"}]'),
+         "tools": '[{"name": "move"}]', "system": ""},
         '[{"name": "move"}];u:Hi;a:[{"name": "move", "arguments": {"x": 1}};]t:ok;a:[Yo;]'
         'a:[{"name": "say", "arguments": {}}{"name": "go"};]',
     ),
@@ -210,20 +206,18 @@ def test_arguments_as_json_text_are_those_of_objects(tmp_path: Path, flat: bool)
     objects = [{"x": 1, "deep": {"a": [1, None]}}, {"word": "Ü\"'"}, {}]
     texts = [json.dumps(each) for each in objects]
 
-    def records(arguments: list[Any]) -> list[dict[str, Any]]:
+    def made(arguments: list[Any], as_text: bool = False) -> list[str]:
         found = calls(*arguments)
-        for record in found if flat else ():
-            record["messages"][1]["tool_calls"] = [each["function"] for each in record["messages"][1]["tool_calls"]]
-        return found
+        for _, turn in (record["messages"] for record in found):
+            turn["tool_calls"] = [each["function"] for each in turn["tool_calls"]] if flat else turn["tool_calls"]
+            turn["tool_calls"] = json.dumps(turn["tool_calls"]) if as_text else turn["tool_calls"]
+        return learned(tmp_path, found)
 
-    expected = learned(tmp_path, records(objects))
+    expected = made(objects)
     assert expected[0] == 'u:Hi;a:[Yo{"name": "move", "arguments": {"x": 1, "deep": {"a": [1, null]}}};]'
-    assert learned(tmp_path, records(texts)) == expected
-    assert learned(tmp_path, records([*texts[:2], ""])) == expected, "a call without arguments"
-    whole = records(texts)
-    for record in whole:
-        record["messages"][1]["tool_calls"] = json.dumps(record["messages"][1]["tool_calls"])
-    assert learned(tmp_path, whole) == expected, "calls as one JSON text"
+    assert made(texts) == expected
+    assert made([*texts[:2], ""]) == expected, "a call without arguments"
+    assert made(texts, as_text=True) == expected, "calls as one JSON text"
 
 
 def test_arguments_that_spell_no_object_stay_text(tmp_path: Path) -> None:
@@ -234,11 +228,10 @@ def test_arguments_that_spell_no_object_stay_text(tmp_path: Path) -> None:
 
 
 def test_tools_as_json_text(tmp_path: Path) -> None:
-    tool = {"type": "function", "function": {"name": "move", "parameters": {"type": "object", "properties": {}}}}
-    in_text = {
-        "type": "function",
-        "function": {"name": "move", "parameters": json.dumps(tool["function"]["parameters"])},
-    }
+    kind: dict[str, Any] = {"type": "object", "properties": {}}
+    tool, in_text = (
+        {"type": "function", "function": {"name": "move", "parameters": each}} for each in (kind, json.dumps(kind))
+    )
     tools = [[tool], json.dumps([tool]), [json.dumps(tool)], [in_text], json.dumps([json.dumps(in_text)])]
     made = learned(tmp_path, [{"messages": [HI, YO], "tools": each} for each in tools])
     assert made == [f"[{json.dumps(tool)}];u:Hi;a:[Yo;]"] * len(tools)
@@ -255,21 +248,19 @@ TABLE = [
 def test_a_table_gives_the_ids_and_targets_of_jsonl(tmp_path: Path, order: int) -> None:
     rows = TABLE[::order]
     expected = learned(tmp_path, rows)
-    assert 'a:[Yo{"name": "say", "arguments": {"deep": {"b": [{"c": 1}, {"d": 2}]}, "word": "up"}};]' in "".join(
-        expected
-    )
+    said = 'a:[Yo{"name": "say", "arguments": {"deep": {"b": [{"c": 1}, {"d": 2}]}, "word": "up"}};]'
+    assert said in "".join(expected)
     assert shown(load(write_table(tmp_path / "records.parquet", [{"tools": None} | row for row in rows]))) == expected
 
 
-@pytest.mark.parametrize(
-    "layout", ["openai, calls", "openai, parts", "alpaca, history", "trl, lists", "text", "mapped"]
-)
-def test_layouts_are_the_same_from_a_table(tmp_path: Path, layout: str) -> None:
+def test_layouts_are_the_same_from_a_table(tmp_path: Path) -> None:
     mapped: Any = ({"q": "Hi", "p": None, "a": "Yo"}, "u:Hi;a:[Yo;]")  # a key that is not there
-    record, expected = {**LAYOUTS, "mapped": mapped}[layout]
     nothing = dict.fromkeys(("id", "messages", "prompt", "text", "tools", "history", "context"))
-    settings = {"mapping": TO_ROLES} if layout == "mapped" else {}
-    assert shown(load(write_table(tmp_path / "records.parquet", [nothing | record]), **settings)) == [expected]
+    for layout in ("openai, calls", "openai, parts", "alpaca, history", "trl, lists", "text", "mapped"):
+        record, expected = {**LAYOUTS, "mapped": mapped}[layout]
+        settings = {"mapping": TO_ROLES} if layout == "mapped" else {}
+        table = write_table(tmp_path / "records.parquet", [nothing | record])
+        assert shown(load(table, **settings)) == [expected], layout
 
 
 def test_a_null_that_was_written_stays(tmp_path: Path) -> None:
@@ -344,30 +335,18 @@ def test_all_keys_are_named_at_once_with_what_is_ignored_already(tmp_path: Path)
     assert {*refused(tmp_path, records, ignore=["note"], **more)[0]} == {"note", "notes", *others} - {"context"}
 
 
-@pytest.mark.parametrize(
-    ("value", "is_refused"),
-    [
-        (LONG, True),
-        ([LONG], True),
-        ({"a": [{"b": LONG}]}, True),
-        (f"{LONG}, see https://a.org/b", True),
-        ("一座桥建于一九三一年很久以前", True),
-        ("Only three words", False),
-        (["one", "two", "three", "four", "five"], False),
-        ("https://a.org/x y.html http://a.org/b www.b.org https://c.org/d https://e.org/f", False),
-        ("/home/ann/My last holiday by the sea/a picture.png", False),
-        ("C:\\My last holiday by the sea\\a picture.png", False),
-        ("Mon, 5 January 2026 10:00:00 am UTC, Tuesday 6th Feb", False),
-        ("1 2 3 4 5 6", False),
-        ("数学", False),
-        (12345, False),
-    ],
-)
-def test_what_carries_meaning_under_any_name(tmp_path: Path, value: Any, is_refused: bool) -> None:
-    if is_refused:
-        assert refused(tmp_path, [{**ALPACA, "extra": value}])[0] == ["extra"]
-    else:
-        assert learned(tmp_path, [{**ALPACA, "extra": value}])
+def test_what_carries_meaning_under_any_name(tmp_path: Path) -> None:
+    telling = [LONG, [LONG], {"a": [{"b": LONG}]}, f"{LONG}, see https://a.org/b", "一座桥建于一九三一年很久以前"]
+    silent = [
+        "Only three words", ["one", "two", "three", "four", "five"], "1 2 3 4 5 6", "数学", 12345,
+        "https://a.org/x y.html http://a.org/b www.b.org https://c.org/d https://e.org/f",
+        "/home/ann/My last holiday by the sea/a picture.png", "C:\\My last holiday by the sea\\a picture.png",
+        "Mon, 5 January 2026 10:00:00 am UTC, Tuesday 6th Feb",
+    ]  # fmt: skip
+    for number, value in enumerate([*telling, *silent]):
+        path = write_lines(tmp_path / "records.jsonl", [{**ALPACA, "extra": value}])
+        with pytest.raises(DataError, match="'extra'") if number < len(telling) else nullcontext():
+            load(path)
 
 
 def test_the_page_lists_the_names() -> None:
@@ -383,21 +362,19 @@ def test_one_row_of_a_hundred_is_enough_and_one_of_more_is_said(tmp_path: Path) 
     assert data.description["not_read"] == "extra"
 
 
+TOLD = [HI, {**YO, "content": PASSAGE}]
+GERMAN = {"instruction": "To German", "input": "cat", "output": "Katze"}
+
+
 @pytest.mark.parametrize(
     ("record", "unread"),
     [
-        ({"messages": [HI, {**YO, "content": PASSAGE}], "full": f"Hi {PASSAGE}"}, []),
-        ({"messages": [HI, {**YO, "content": PASSAGE}], "full": PASSAGE}, []),
-        (
-            {"instruction": "To German", "input": "cat", "output": "Katze", "text": "Do: To German In: cat Out: Katze"},
-            [],
-        ),
-        (
-            {"instruction": "To German", "input": "cat", "output": "Katze", "text": "Do it: To German Out: Katze"},
-            ["text"],
-        ),
-        ({"messages": [HI, {**YO, "content": PASSAGE}], "prompt": "Hi"}, []),
-        ({"messages": [HI, {**YO, "content": PASSAGE}], "conversations": [{"from": "gpt", "value": PASSAGE}]}, []),
+        ({"messages": TOLD, "full": f"Hi {PASSAGE}"}, []),
+        ({"messages": TOLD, "full": PASSAGE}, []),
+        ({**GERMAN, "text": "Do: To German In: cat Out: Katze"}, []),
+        ({**GERMAN, "text": "Do it: To German Out: Katze"}, ["text"]),
+        ({"messages": TOLD, "prompt": "Hi"}, []),
+        ({"messages": TOLD, "conversations": [{"from": "gpt", "value": PASSAGE}]}, []),
         ({"messages": [{**BE, "content": LONG}, HI, YO], "system": LONG}, []),
         ({"messages": [{**BE, "content": LONG}, HI, YO], "system": f"{LONG}."}, ["system"]),
         # it holds the answer because that is taken from it
