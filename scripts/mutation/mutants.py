@@ -39,7 +39,7 @@ _TEMPLATE = " ".join(f"data/test_masks.py::test_{name}" for name in (
     "results_may_be_written_with_the_call_and_tools_with_the_last_question",
     "blocks_where_they_stand_are_those_of_transformers",
     "blocks_that_are_written_elsewhere_are_found_where_transformers_masks_what_is_not_theirs",
-    "what_is_found_nowhere_is_refused_with_both_texts", "the_last_of_each_family",
+    "what_is_found_nowhere_is_refused_with_both_texts",
     "of_a_prompt_nothing_is_learned_under_all", "a_part_of_another_message_is_not_guessed",
     "keys_that_may_be_marks_are_refused_unless_the_template_reads_them",
 )) + " data/test_chat.py"  # fmt: skip

@@ -101,13 +101,13 @@ def directory(tmp_path: Path) -> Path:
     return write_tokenizer(tmp_path / "tokenizer")
 
 
+DOCUMENTS = [f"Page {number} says " + "a word " * (number * 5 % 13) for number in range(40)]
+NUM_BYTES = len("".join(DOCUMENTS).encode())
+
+
 @pytest.fixture
 def corpus(tmp_path: Path) -> Path:
-    return write_lines(tmp_path / "corpus.jsonl", [{"text": text} for text in documents()])
-
-
-def documents() -> list[str]:
-    return [f"Page {number} says " + "a word " * (number * 5 % 13) for number in range(40)]
+    return write_lines(tmp_path / "corpus.jsonl", [{"text": text} for text in DOCUMENTS])
 
 
 def text(corpus: Path, directory: Path | str, *, streams: bool = False, **settings: Any) -> TextSettings | HfSettings:
@@ -140,24 +140,19 @@ def test_so_it_is_in_classes_of_families(tmp_path: Path, kind: str, name: str) -
     assert [*ours.prefix_tokens, *plain, *ours.suffix_tokens] == ids
 
 
-def test_the_rule_may_be_overruled(tmp_path: Path) -> None:
-    llama, gpt2 = (write_tokenizer(tmp_path / kind, kind) for kind in ("llama", "gpt2"))
-    assert (FileTokenizer(llama, add_bos=False).prefix_tokens, FileTokenizer(gpt2).prefix_tokens) == ((), ())
-    assert FileTokenizer(llama, add_bos=True).prefix_tokens == FileTokenizer(gpt2, add_bos=True).prefix_tokens == (256,)
-    (gpt2 / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    with pytest.raises(DataError, match=r"^data\.add_bos: .*bos_token"):
-        load_tokenizer(str(gpt2), add_bos=True)
-
-
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_fingerprints_tell_the_rule_and_are_those_of_before_without(tmp_path: Path, kind: str) -> None:
+def test_the_rule_may_be_overruled_and_fingerprints_without_one_are_those_of_before(tmp_path: Path, kind: str) -> None:
     path = write_tokenizer(tmp_path / kind, kind)
+    own, never, always = (FileTokenizer(path, add_bos=rule) for rule in (None, False, True))
+    assert (never.prefix_tokens, always.prefix_tokens) == ((), (256,))
     content = hashlib.sha256((path / "tokenizer.json").read_bytes()).hexdigest()
     parts = [content, {"eos": END, "bos": BEGIN, "pad": None}]
     before = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]  # as 0.2 made them
-    own, never, always = (FileTokenizer(path, add_bos=rule).fingerprint for rule in (None, False, True))
-    assert never == before != always
-    assert (own == before) is (kind == "gpt2")
+    assert never.fingerprint == before != always.fingerprint
+    assert (own.fingerprint == before) is (own.prefix_tokens == ()) is (kind == "gpt2")
+    (path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    with pytest.raises(DataError, match=r"^data\.add_bos: .*bos_token"):
+        load_tokenizer(str(path), add_bos=True)
 
 
 @pytest.mark.parametrize(
@@ -166,14 +161,12 @@ def test_fingerprints_tell_the_rule_and_are_those_of_before_without(tmp_path: Pa
 )
 def test_each_document_is_written_as_a_text_with_one_end(corpus: Path, tmp_path: Path, kind: str, source: str) -> None:
     path = write_tokenizer(tmp_path / kind, kind)
-    ids = transformers.AutoTokenizer.from_pretrained(path)(documents())["input_ids"]
+    ids = transformers.AutoTokenizer.from_pretrained(path)(DOCUMENTS)["input_ids"]
     expected = [token for each in ids for token in (each if each[-1] == 257 else [*each, 257])]
     found = all_ids(load_data(text(corpus, path, streams=source == "stream"), seed=0).train)
     assert len(found) > len(expected) - 32
     assert found == expected[: len(found)]
-    assert load_data(text(corpus, path, add_bos=False), seed=0).description["train_tokens"] == sum(
-        len(each.encode()) + 1 for each in documents()
-    )
+    assert load_data(text(corpus, path, add_bos=False), seed=0).description["train_tokens"] == NUM_BYTES + 40
 
 
 @pytest.mark.parametrize("isolate", [False, True])
@@ -236,7 +229,7 @@ def test_runs_of_before_go_on_where_no_text_spells_it(corpus: Path, directory: P
         refused, _ = compare_configs(before, identity, {"data"})
         return refused
 
-    spelled = write_lines(tmp_path / "spelled.jsonl", [{"text": each} for each in [*documents(), *SPELLED]])
+    spelled = write_lines(tmp_path / "spelled.jsonl", [{"text": each} for each in [*DOCUMENTS, *SPELLED]])
     assert formerly(corpus, directory) == []
     assert formerly(spelled, write_tokenizer(tmp_path / "gpt2", "gpt2")) == []
     [refused] = formerly(spelled, directory)
@@ -262,7 +255,7 @@ def test_tokens_from_elsewhere_are_taken_as_they_are_and_that_is_told(
 ) -> None:
     tokenizer, warned = FileTokenizer(directory), {}
     for name, prefix in (("with", tokenizer.prefix_tokens), ("without", ())):
-        ids = [token for each in documents() for token in (*prefix, *tokenizer.encode(each), 257)]
+        ids = [token for each in DOCUMENTS for token in (*prefix, *tokenizer.encode(each), 257)]
         np.save(tmp_path / f"{name}.npy", np.array(ids, np.uint16))
         for rule in (None, False):
             option = TokensSettings(files=[str(tmp_path / f"{name}.npy")], tokenizer=str(directory), seq_len=16,
@@ -324,27 +317,25 @@ def test_an_evaluation_counts_each_byte_once_and_no_first_token(
     path = write_model(tmp_path / "model")
     model = transformers.LlamaForCausalLM.from_pretrained(path).eval()
     total, count = 0.0, 0
-    for each in documents():
+    for each in DOCUMENTS:
         ids = torch.tensor([[256, *FileTokenizer(path).encode(each), 257]])
         with torch.no_grad():
             total += float(model(ids, labels=ids).loss) * (ids.shape[1] - 1)
         count += ids.shape[1] - 1
     words = ["data=text", f"data.files=[{corpus}]", "packing=pad", "seq_len=128", "device=cpu", "cache_dir=cache"]
     found = document(capsys, "eval", str(path), *words)
-    num_bytes = sum(len(each.encode()) for each in documents())
-    assert (found["eval_targets"], found["eval_bytes"]) == (count, num_bytes) == (num_bytes + 40, num_bytes)
+    assert (found["eval_targets"], found["eval_bytes"]) == (count, NUM_BYTES) == (NUM_BYTES + 40, NUM_BYTES)
     assert math.isclose(found["eval_loss"], total / count, rel_tol=1e-5)
-    assert math.isclose(found["eval_bits_per_byte"], total / math.log(2) / num_bytes, rel_tol=1e-5)
+    assert math.isclose(found["eval_bits_per_byte"], total / math.log(2) / NUM_BYTES, rel_tol=1e-5)
 
 
 def test_a_proof_reads_texts_as_the_model_does(directory: Path, tmp_path: Path) -> None:
     words = "once upon a time there was a king " * 20
     for name, content in (("plain", words), ("spelled", BEGIN + words)):
         (tmp_path / f"{name}.txt").write_text(content)
-    texts = [
-        choose_sample(tmp_path / f"{name}.txt", None, FileTokenizer(directory), 64) for name in ("plain", "spelled")
-    ]
-    plain, spelled = ([ids.tolist() for ids, _ in each.sequences] for each in texts)
+    files = [tmp_path / "plain.txt", tmp_path / "spelled.txt"]
+    texts = [choose_sample(file, None, FileTokenizer(directory), 64).sequences for file in files]
+    plain, spelled = ([ids.tolist() for ids, _ in each] for each in texts)
     assert plain == spelled
     for rule, begins in ((None, True), (False, False)):
         sample = choose_sample(None, None, FileTokenizer(directory, add_bos=rule), 64)
@@ -369,16 +360,13 @@ def test_a_run_saved_without_the_setting_goes_on_as_it_was(
     assert config["data"].pop("add_bos") is False
     Path("old/config.yaml").write_text(dump_tree(config))
     assert forgather("resume", "old") == 0
-    losses = {
-        name: {each["step"]: each.get("loss") for each in metrics(Path(name))} for name in ("whole", "old", "new")
-    }
-    assert losses["old"] == losses["whole"]
-    assert losses["old"][1] != losses["new"][1]
+    whole, old, new = ({each["step"]: each.get("loss") for each in metrics(Path(n))} for n in ("whole", "old", "new"))
+    assert old == whole
+    assert old[1] != new[1]
     assert load_tree(RunDir(Path("old")).newest_config())["data"]["add_bos"] is False
     # it is sampled from and evaluated as it was trained, by its tokenizer's rule nowhere
     shutil.copytree("old/checkpoints/step-00000004/model", "copy")
     assert greedy(capsys, "old") != greedy(capsys, "copy")
-    whole = sum(len(each.encode()) + 1 for each in documents())
     for way in ([], ["data=text", f"data.files=[{corpus}]", "seq_len=32", "cache_dir=cache"]):
         told = document(capsys, "eval", "old", *way)["data"]
-        assert told["eval_tokens"] + (0 if way else told["train_tokens"]) == whole
+        assert told["eval_tokens"] + (0 if way else told["train_tokens"]) == NUM_BYTES + 40

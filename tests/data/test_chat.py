@@ -73,24 +73,19 @@ def test_bad_templates_are_one_sentence(source: str, message: str) -> None:
 
 
 def test_wrong_order_of_roles() -> None:
-    alternates = (
-        "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif %}"
-    )
+    alternates = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Alternate') }}{% endif %}"
     turn = "{{ '[I]' + m.content + '[/I]' if m.role == 'user' else m.content | trim + eos_token }}"
     template = ChatTemplate("{% for m in messages %}" + alternates + turn + "{% endfor %}", TOKENS)
     for render in (template.render, template.render_spans):
-        with pytest.raises(DataError, match=r"refuses these messages \(Roles must alternate\)"):
+        with pytest.raises(DataError, match=r"refuses these messages \(Alternate\)"):
             render([TALK[0], TALK[0], TALK[1]])
     assert template.render_spans(TALK)[1], "the one before left nothing behind"
 
 
 def test_found_in_a_directory_as_transformers_finds_it(tmp_path: Path) -> None:
     assert ChatTemplate.of(tmp_path) is None
-    config = {
-        **TOKENS,
-        "pad_token": {"content": "<p>"},
-        "chat_template": [{"name": "default", "template": "{{ pad_token }}"}],
-    }
+    named = [{"name": "default", "template": "{{ pad_token }}"}]
+    config = {**TOKENS, "pad_token": {"content": "<p>"}, "chat_template": named}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     assert ChatTemplate.of(tmp_path).render(TALK) == "<p>"  # type: ignore[union-attr]
     (tmp_path / "special_tokens_map.json").write_text('{"unk_token": "<u>", "eos_token": "<old>"}')
@@ -115,11 +110,6 @@ def test_what_is_learned_where_blocks_stand_side_by_side_or_in_one_another() -> 
     assert spans("{{ m.content }}", talk, train_on="all") == [(0, 5)]
     alike = [says("user", "ab"), says("assistant", "ab")]
     assert spans("{{ m.content }}", alike, train_on="all", unlearned=frozenset([0])) == [(2, 4)]
-
-
-def test_whether_tools_are_shown() -> None:
-    sources = ("{{ tools | tojson }}", "{{ messages | tojson }}")
-    assert [ChatTemplate(source, {}).shows_tools for source in sources] == [True, False]
 
 
 def test_a_template_that_took_too_long_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:

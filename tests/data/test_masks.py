@@ -3,6 +3,7 @@ that are written elsewhere; the last turn; turns that are context alone."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ FAMILIES = {
 {%- if add_generation_prompt %}{{ '<A>' }}{% endif %}""",
 }
 FAMILIES = {name: source.replace("SHOWN", SHOWN) for name, source in FAMILIES.items()}
+BY_NUMBER = "for i in range(messages | length) %}{% set m = messages[i] %}"
 
 
 def user(content: str, **more: Any) -> dict[str, Any]:
@@ -171,6 +173,9 @@ def learned(source: str, talk: list[dict[str, Any]], **more: Any) -> str:
 def test_families(family: str) -> None:
     expected = {talk: text for (name, talk), text in by_hand().items() if name == family}
     assert {talk: learned(FAMILIES[family], TALKS[talk]) for talk in TALKS} == expected
+    template = ChatTemplate(FAMILIES[family], TOKENS)
+    for talk in TALKS.values():
+        assert template.render_spans(talk, train_on="last")[1] == template.render_spans(talk)[1][-1:]
 
 
 def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhere() -> None:
@@ -179,10 +184,8 @@ def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhe
     assert learned(FAMILIES["alpaca"], talk).startswith("### Response:\n⟦h\n\n⟧### Instruction")
     line = FAMILIES["alpaca"].replace("SHOWN", SHOWN).replace("{{ eos_token }}", "{{ eos_token + '\n' }}")
     assert learned(line, talk).endswith("### Response:\n⟦b</s>⟧\n")
-    silent = (
-        "{% for m in messages %}{% if m.content %}{{ '<' + m.role + '>' + m.content + '<e>' }}{% endif %}{% endfor %}"
-    )
-    silent += "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    silent = "{% for m in messages %}{% if m.content %}<{{ m.role }}>{{ m.content }}<e>{% endif %}{% endfor %}"
+    silent += "{% if add_generation_prompt %}<assistant>{% endif %}"
     found = learned(silent, TALKS["empty"], train_on="all", unlearned=frozenset([1]))
     assert found == "⟦<user>a?<e>⟧⟦<user>c?<e><assistant>d<e>⟧"
     ahead = "{{ messages[0].content }};{% for m in messages[1:] %}<{{ m.role }}>{{ m.content }}{% endfor %}[end]"
@@ -192,10 +195,8 @@ def test_a_conversation_may_begin_with_an_answer_and_a_turn_may_be_written_nowhe
 
 
 def test_a_loop_over_numbers_tells_as_much_though_a_turn_is_shown_otherwise_once_another_follows() -> None:
-    over, turn = "for m in messages %}", "{% if m.role == 'assistant' %}"
-    numbers = FAMILIES["qwen3"].replace(
-        over + turn, "for i in range(messages | length) %}{% set m = messages[i] %}" + turn
-    )
+    turn = "{% if m.role == 'assistant' %}"
+    numbers = FAMILIES["qwen3"].replace("for m in messages %}" + turn, BY_NUMBER + turn)
     expected = {talk: text for (name, talk), text in by_hand().items() if name == "qwen3" and talk != "ends alike"}
     assert {talk: learned(numbers, TALKS[talk]) for talk in expected} == expected
 
@@ -336,17 +337,8 @@ def test_the_last_turn_is_learned_whole(tmp_path: Path) -> None:
     talk = [user("a?"), assistant("b", reasoning_content="t"), user("c?"), assistant("d")]
     with pytest.raises(DataError, match="no conversation has a turn that is to be learned"):
         made(tmp_path, talk, template.replace(TURN, "{{ m.content + '<e>' }}"), train_on="last")
-    # blocks of a loop over numbers
-    loop = "for i in range(messages | length) %}{% set m = messages[i] %}"
-    by_number = template.replace("for m in messages %}", loop)
+    by_number = template.replace("for m in messages %}", BY_NUMBER)
     assert made(tmp_path, TALKS["thoughts"], by_number, train_on="last") == expected
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_last_of_each_family(family: str) -> None:
-    template = ChatTemplate(FAMILIES[family], TOKENS)
-    for talk in TALKS.values():
-        assert template.render_spans(talk, train_on="last")[1] == template.render_spans(talk)[1][-1:]
 
 
 @pytest.mark.parametrize("name", ["chatml", "no blocks"])
@@ -367,15 +359,12 @@ def test_turns_that_are_marked_are_not_learned(
     template = without if name == "no blocks" else CHATML
     talk = [user("a"), assistant("b"), user("c"), assistant("d")]
     talk = [{**message, **marks.get(i, {})} for i, message in enumerate(talk)]
-    short = {"<s>user\n": "U:", "<s>assistant\n": "A:", "<e>": ".", "\n": " "}
-    if expected is None:
-        with pytest.raises(DataError, match="no conversation has a turn that is to be learned"):
-            made(tmp_path, talk, template, train_on=train_on)
-        return
-    found = made(tmp_path, talk, template, train_on=train_on)
-    for long, mark in short.items():
-        found = found.replace(long, mark)
-    assert found == expected
+    none = pytest.raises(DataError, match="no conversation has a turn that is to be learned")
+    with nullcontext() if expected else none:
+        found = made(tmp_path, talk, template, train_on=train_on)
+        for long, mark in {"<s>user\n": "U:", "<s>assistant\n": "A:", "<e>": ".", "\n": " "}.items():
+            found = found.replace(long, mark)
+        assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -451,6 +440,3 @@ def test_conversations_without_a_turn_to_learn_are_left_out_and_counted(tmp_path
     data = load_data(option, seed=0)
     assert len(data.train) == 3
     assert "3 without a target" in data.description["left_out"]
-    write_lines(path, records[::2])
-    with pytest.raises(DataError, match="no conversation has a turn that is to be learned"):
-        load_data(option, seed=0)
