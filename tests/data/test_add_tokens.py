@@ -147,7 +147,7 @@ def test_spare_rows_are_taken_first_and_other_tensors_left_alone(kind: str, tmp_
 
 
 @pytest.fixture(scope="module")
-def fresh(place: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def fresh(place: Path) -> list[str]:
     return [
         "model=nano", "hidden_size=32", "data=instruct", f"data.files=[{place}/chats.jsonl]",
         "data.chat_template=chatml", "data.eval_fraction=0.2", f"data.cache_dir={place}/cache", "seq_len=128",
@@ -269,25 +269,19 @@ def test_a_list_of_added_tokens_in_the_config_has_them_too(kind: str, adds: str,
     assert (END in theirs.decode(ours.encode(text), skip_special_tokens=True)) is (adds == "finalize")
 
 
-def test_a_token_that_is_there_but_not_taken_whole_keeps_its_id(tmp_path: Path) -> None:
+def test_a_token_that_is_there_but_not_taken_whole_keeps_its_id_and_ids_with_gaps_are_refused(tmp_path: Path) -> None:
     """As ``</s>`` in the vocabulary of a model that no special token names."""
     write_tokenizer(tmp_path, None, POOR)
-    file = json.loads((tmp_path / "tokenizer.json").read_text())
-    file["model"]["vocab"]["</s>"] = len(file["model"]["vocab"])
-    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
-    before = FileTokenizer(tmp_path)
-    assert len(before.encode("</s>")) > 1
+    path = tmp_path / "tokenizer.json"
+    file = json.loads(path.read_text())
+    size = file["model"]["vocab"]["</s>"] = len(file["model"]["vocab"])
+    path.write_text(json.dumps(file))
+    assert len(FileTokenizer(tmp_path).encode("</s>")) > 1
     tokenizer = load_tokenizer(str(tmp_path), added=["</s>", START])
-    assert [tokenizer.encode("</s>"), tokenizer.encode(START)] == [[before.vocab_size - 1], [before.vocab_size]]
-    assert (tokenizer.num_new, tokenizer.vocab_size) == (1, before.vocab_size + 1)
-
-
-def test_ids_with_gaps_are_refused(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, CHATML, POOR)
-    file = json.loads((tmp_path / "tokenizer.json").read_text())
-    vocab = file["model"]["vocab"]
-    vocab[next(token for token, number in vocab.items() if number == 5)] = len(vocab) + 9
-    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    assert [tokenizer.encode("</s>"), tokenizer.encode(START)] == [[size], [size + 1]]
+    assert (tokenizer.num_new, tokenizer.vocab_size) == (1, size + 2)
+    file["model"]["vocab"]["</s>"] += 9
+    path.write_text(json.dumps(file))
     with pytest.raises(DataError, match=r"data\.add_tokens: <\|im_start\|> .*set add_tokens=false"):
         load_tokenizer(str(tmp_path), added=[START])
 

@@ -94,8 +94,6 @@ def test_a_damaged_archive_is_told_with_its_file(tmp_path: Path, suffix: str, da
     overwritten = whole[:-6] + bytes(255 - byte for byte in whole[-6:])  # where the checksums are
     path.write_bytes({"cut": whole[:half], "overwritten": overwritten, "other": b"plain text"}[damage])
     with pytest.raises(DataError, match=rf"a\.txt{suffix}: a damaged {suffix} file, or none \(.+\); fetch it again"):
-        documents(path)
-    with pytest.raises(DataError, match="a damaged"):
         load_data(option(tmp_path / "cache", path), seed=0)
     assert list((tmp_path / "cache" / "tokens").iterdir()) == [], "nothing is left behind"
 
@@ -143,9 +141,9 @@ def test_a_mark_alone_is_an_empty_file(tmp_path: Path) -> None:
     for name in ("a.txt", "a.json", "a.jsonl"):
         (tmp_path / name).write_bytes(MARK)
         assert documents(tmp_path / name) == []
-    (tmp_path / "b.jsonl").write_bytes(MARK[:2] + b"\n" + ROWS)
-    with pytest.raises(DataError, match=r"b\.jsonl:1: "):
-        documents(tmp_path / "b.jsonl")
+    (tmp_path / name).write_bytes(MARK[:2] + b"\n" + ROWS)
+    with pytest.raises(DataError, match=r"a\.jsonl:1: "):
+        documents(tmp_path / name)
 
 
 def test_an_archive_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,10 +164,10 @@ def test_an_archive_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_parts_of_a_file_hold_its_documents_in_order(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(LINES, encoding="utf-8")
-    (tmp_path / "b.txt").write_text("é" * 5000, encoding="utf-8")  # one line, whose pieces end with a character
-    (tmp_path / "c.jsonl").write_text(RECORDS)
-    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "x" * 5000}) + "\n" + RECORDS.rstrip("\n"))
+    one_line = "é" * 5000  # whose pieces end with a character
+    long_row = json.dumps({"text": "x" * 5000}) + "\n" + RECORDS.rstrip("\n")
+    for name, text in {"a.txt": LINES, "b.txt": one_line, "c.jsonl": RECORDS, "d.jsonl": long_row}.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
     write_table(tmp_path / "e.parquet", [json.loads(line) for line in RECORDS.splitlines()], row_group_size=10)
     for path in sorted(tmp_path.iterdir()):
         parts = parts_of(path)
@@ -185,8 +183,6 @@ def test_parts_of_a_file_hold_its_documents_in_order(tmp_path: Path) -> None:
 def test_bad_records_in_a_later_part_are_told_with_their_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(RECORDS + "[1]\n")
-    with pytest.raises(DataError, match=r"a\.jsonl:121: expected a JSON object, got list"):
-        documents(path, parts_of(path)[-1])
     with pytest.raises(DataError, match=r"a\.jsonl:121: expected a JSON object, got list"):
         load_data(option(tmp_path / "cache", path, tokenize_processes=2), seed=0)
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []

@@ -58,24 +58,17 @@ def load(folder: Path, **settings: Any) -> DataSplits:
 
 @pytest.mark.parametrize("packing", ["best_fit", "pad"])
 def test_the_samples_are_those_of_files(folder: Path, packing: str) -> None:
-    settings: dict[str, Any] = {"packing": packing, "eval_fraction": 0.2}
-    files = load(folder, files=[str(folder / "all.jsonl")], **settings)
-    others = [
-        load(folder, files=[str(folder / "all.parquet")], **settings),
-        load(folder, data_files=[str(folder / "all.jsonl")], **settings),
-        load(folder, data_files=[str(folder / "all.parquet")], **settings),
-        load(folder, dataset="json", data_files=[str(folder / "a.jsonl"), str(folder / "b.jsonl")], **settings),
-        load(folder, dataset=str(folder / "saved"), train_split="train", eval_split="validation", packing=packing),
-    ]
-    for other in others[:-1]:
-        assert all_rows(other.train) == all_rows(files.train)
-        assert all_rows(other.eval) == all_rows(files.eval)
-    own = load(folder, files=[str(folder / "a.jsonl")], eval_files=[str(folder / "b.jsonl")], packing=packing)
-    assert all_rows(others[-1].train) == all_rows(own.train)
-    assert all_rows(others[-1].eval) == all_rows(own.eval)
-    assert "null" not in files.tokenizer.decode([i for row in all_rows(others[2].train) for i in row[-2]])  # type: ignore[union-attr]
-    description = others[-1].description
-    assert (description["dataset"], description["split"]) == (str(folder / "saved"), "train")
+    jsonl, parquet, a, b = (f"{folder}/{name}" for name in ("all.jsonl", "all.parquet", "a.jsonl", "b.jsonl"))
+    places: list[dict[str, Any]] = [{"files": [jsonl]}, {"files": [parquet]}, {"data_files": [jsonl]},
+                                    {"dataset": "json", "data_files": [a, b]}, {"data_files": [parquet]}]  # fmt: skip
+    files, *others, table = (load(folder, packing=packing, eval_fraction=0.2, **place) for place in places)
+    own = load(folder, files=[a], eval_files=[b], packing=packing)
+    saved = load(folder, dataset=f"{folder}/saved", train_split="train", eval_split="validation", packing=packing)
+    for one, other in [(files, each) for each in (*others, table)] + [(own, saved)]:
+        assert all_rows(other.train) == all_rows(one.train)
+        assert all_rows(other.eval) == all_rows(one.eval)
+    assert "null" not in files.tokenizer.decode([i for row in all_rows(table.train) for i in row[-2]])  # type: ignore[union-attr]
+    assert (saved.description["dataset"], saved.description["split"]) == (f"{folder}/saved", "train")
 
 
 def stream(folder: Path, *files: str, **settings: Any) -> DataSplits:
@@ -101,8 +94,8 @@ def test_a_stream_gives_the_samples_of_files(
     held_out = [str(folder / f"b.{file.split('.')[1]}")] if file == "all.jsonl" else []
     cached = load(folder, files=[str(folder / file)], eval_files=held_out, eval_fraction=0.0, **settings)
     streamed = stream(folder, file, eval_files=held_out, **settings)
-    assert rows_of(streamed.train) == all_rows(cached.train)
-    assert rows_of(streamed.train) == all_rows(cached.train), "a second pass"
+    for _ in range(2):
+        assert rows_of(streamed.train) == all_rows(cached.train)
     if held_out:
         assert rows_of(streamed.eval) == all_rows(cached.eval)
 
