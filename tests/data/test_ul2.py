@@ -192,9 +192,8 @@ def test_a_position_goes_on_with_the_very_next_row(packing: str) -> None:
     whole = list(rows(packing=packing))
     for count in (1, 7, 16):
         assert count < len(whole)
-        first = rows(packing=packing)
+        first, rest = rows(packing=packing), rows(packing=packing)
         head = list(islice(iter(first), count))
-        rest = rows(packing=packing)
         rest.load_state_dict(first.state_dict())
         assert same([*head, *rest], whole)
 
@@ -232,11 +231,9 @@ def streamed(folder: str, **loader: Any) -> tuple[list[tuple[Any, Any]], int]:
     """On a rank: (rows, position) of each step of a streamed epoch, and how many rows come after the third position."""
     os.chdir(folder)
 
-    def steps(state: Any = None) -> list[tuple[Any, Any]]:
-        return steps_of(load_data(STREAM, seed=3, num_sentinels=16), state, **{"seed": 3, **loader})
-
-    whole = steps()
-    rest = steps(whole[2][1])
+    data = load_data(STREAM, seed=3, num_sentinels=16)
+    whole = steps_of(data, seed=3, **loader)
+    rest = steps_of(load_data(STREAM, seed=3, num_sentinels=16), whole[2][1], seed=3, **loader)
     assert [rows for rows, _ in rest] == [rows for rows, _ in whole[3:]]
     return whole, len(rest)
 
@@ -313,19 +310,16 @@ def test_too_few_sentinels_and_too_short_sides_are_said() -> None:
 )
 def test_records_that_are_no_pair_are_named(record: str, message: str) -> None:
     Path("pairs.jsonl").write_text(f'{{"input": "a", "target": "b"}}\n{record}\n')
-    option = Seq2SeqSettings(files=["pairs.jsonl"], cache_dir="cache")
     with pytest.raises(DataError, match=message):
-        load_data(option, seed=0, num_sentinels=2)
+        load_data(Seq2SeqSettings(files=["pairs.jsonl"], cache_dir="cache"), seed=0, num_sentinels=2)
 
 
 def test_pairs_become_rows_that_hold_them_all() -> None:
     Path("pairs.jsonl").write_text("".join(f'{{"q": "ask {n}", "a": "{"yes " * (n % 5)}ok"}}\n' for n in range(40)))
-    words: dict[str, Any] = {"files": ["pairs.jsonl"], "cache_dir": "cache", "input_key": "q", "target_key": "a"}
+    words: dict[str, Any] = {"files": ["pairs.jsonl"], "cache_dir": "cache", "input_key": "q", "target_key": "a",
+                             "max_encoder_length": 24, "max_decoder_length": 40}  # fmt: skip
     for packing in ("best_fit", "pad"):
-        option = Seq2SeqSettings(
-            **words, max_encoder_length=24, max_decoder_length=40, packing=packing, eval_fraction=0.1
-        )
-        data = load_data(option, seed=0, num_sentinels=2)
+        data = load_data(Seq2SeqSettings(**words, packing=packing, eval_fraction=0.1), seed=0, num_sentinels=2)
         batches = [split.__getitems__(range(len(split))) for split in (data.train, data.eval)]
         text = "".join(data.tokenizer.decode(b["labels"][b["labels"] >= 0].tolist()) for b in batches)
         assert sorted(text.split("<|endoftext|>")[:-1]) == sorted("yes " * (n % 5) + "ok" for n in range(40))

@@ -7,13 +7,14 @@ import os
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from program import SMALL, document, forgather, write
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from saving import sign
 
 from forgather_cli.documents.json_and_yaml import MAX_DEPTH, parse_json, parse_yaml
@@ -49,51 +50,43 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def pipe(name: str) -> Callable[[], None]:
-    def make() -> None:
-        Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).unlink(missing_ok=True)
-        os.mkfifo(name)
-
-    return make
+def in_a_case(make: Callable[..., object]) -> Callable[..., Callable[[], object]]:
+    """What is called in the table of cases is made when the case is run."""
+    return lambda *args, **kwargs: partial(make, *args, **kwargs)
 
 
-def text(name: str, content: str) -> Callable[[], object]:
-    return lambda: write(name, content)
+text = in_a_case(write)
 
 
-def edited(name: str, **changes: Any) -> Callable[[], None]:
+@in_a_case
+def pipe(name: str) -> None:
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).unlink(missing_ok=True)
+    os.mkfifo(name)
+
+
+@in_a_case
+def edited(name: str, **changes: Any) -> None:
     """A JSON object with other values."""
-
-    def make() -> None:
-        path = Path(name)
-        path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **changes}))
-
-    return make
+    Path(name).write_text(json.dumps({**json.loads(Path(name).read_text()), **changes}))
 
 
-def manifest(**changes: Any) -> Callable[[], None]:
+@in_a_case
+def manifest(**changes: Any) -> None:
     """A checkpoint's manifest with other values and a right checksum."""
-
-    def make() -> None:
-        sign(Path(STEP), {**json.loads(Path(STEP, "manifest.json").read_text()), **changes})
-
-    return make
+    sign(Path(STEP), {**json.loads(Path(STEP, "manifest.json").read_text()), **changes})
 
 
-def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[], None]:
+@in_a_case
+def header(change: Callable[[dict[str, Any]], Any]) -> None:
     """The model's safetensors file with another header."""
-
-    def make() -> None:
-        path = Path("MODEL/model.safetensors")
-        content = path.read_bytes()
-        length = int.from_bytes(content[:8], "little")
-        entries = json.loads(content[8 : 8 + length])
-        found = change(entries)
-        new = (found if isinstance(found, str) else json.dumps(entries)).encode()
-        path.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
-
-    return make
+    path = Path("MODEL/model.safetensors")
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    entries = json.loads(content[8 : 8 + length])
+    found = change(entries)
+    new = (found if isinstance(found, str) else json.dumps(entries)).encode()
+    path.write_bytes(len(new).to_bytes(8, "little") + new + content[8 + length :])
 
 
 def overlap(entries: dict[str, Any]) -> None:
@@ -107,13 +100,11 @@ def relabel(entries: dict[str, Any]) -> None:
             entry["dtype"] = "I32"
 
 
-def index(file: str) -> Callable[[], None]:
-    def make() -> None:
-        Path("MODEL/model.safetensors").rename("outside.safetensors")
-        names = load_file("outside.safetensors")
-        Path("MODEL/model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
-
-    return make
+@in_a_case
+def index(file: str) -> None:
+    Path("MODEL/model.safetensors").rename("outside.safetensors")
+    names = load_file("outside.safetensors")
+    Path("MODEL/model.safetensors.index.json").write_text(json.dumps({"weight_map": dict.fromkeys(names, file)}))
 
 
 CASES: dict[str, tuple[Callable[[], object], list[str], list[str]]] = {
@@ -184,9 +175,7 @@ CASES: dict[str, tuple[Callable[[], object], list[str], list[str]]] = {
     "world_size": (manifest(world_size=None), OF_STEP, ["manifest.json", "world_size"]),
     "healthy": (manifest(healthy="no"), OF_STEP, ["manifest.json", "healthy"]),
     "components": (manifest(components={"x": 5}), INSPECT, ["manifest.json", "components"]),
-    "a file outside": (
-        manifest(files={"../x": {"size": 0, "ranges": []}}), INSPECT, ["manifest.json", "'../x'"],
-    ),
+    "a file outside": (manifest(files={"../x": {"size": 0, "ranges": []}}), INSPECT, ["manifest.json", "'../x'"]),
     # a template
     "loops": (text("c.jinja", LOOPS), [*FINALIZE, "--chat-template", "c.jinja"], ["c.jinja", "come to its end"]),
 }  # fmt: skip
@@ -237,13 +226,3 @@ def test_a_document_behind_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     for read, content, value in readers:
         (tmp_path / "a").write_bytes(b"\xef\xbb\xbf" + content.encode())
         assert read(tmp_path / "a") == value
-
-
-def test_a_model_whose_sharded_weights_lie_in_its_directory_loads(here: Path) -> None:
-    tensors = load_file("MODEL/model.safetensors")
-    Path("MODEL/model.safetensors").unlink()
-    for number, (name, tensor) in enumerate(tensors.items()):
-        save_file({name: tensor}, f"MODEL/{number}.safetensors")
-    weight_map = {name: f"{number}.safetensors" for number, name in enumerate(tensors)}
-    Path("MODEL/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert forgather(*GENERATE) == 0
