@@ -199,34 +199,27 @@ def test_a_vocabulary_without_room_is_left_as_it_is_unless_told(fresh: list[str]
     assert FileTokenizer(hf_models.newest_model(tmp_path / "wide")).encode(END) == [258]
 
 
+NO_SYSTEM = "{# <|none|> #}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+
+
 @pytest.mark.parametrize(
-    ("source", "markers"),
+    ("turn", "markers"),
     [
-        (CHATML, [START, END]),
         # Phi and Zephyr put them together
-        (
-            "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}",
-            ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"],
-        ),
-        # no system message
-        (
-            "{# <|none|> #}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-            "{{ '<start_of_turn>' ~ m.role ~ '\\n' ~ m.content ~ '<end_of_turn>\\n' }}{% endfor %}",
-            ["<start_of_turn>", "<end_of_turn>"],
-        ),
+        ("{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}", "<|assistant|> <|end|> <|system|> <|user|>"),
+        (NO_SYSTEM + "{{ '<start_of_turn>' ~ m.role ~ m.content ~ '<end_of_turn>' }}", "<end_of_turn> <start_of_turn>"),
         # what ends a turn, of any shape
-        ("{% for m in messages %}{{ m.role + ': ' + m.content + '</turn>' }}{% endfor %}", ["</turn>"]),
-        ("{% for m in messages %}{{ m.role + ': ' + m.content + '\\n' }}{% endfor %}", []),
-        ("{% for m in messages %}{{ '<|turn>' + m.role + m.content + '<turn|>' }}{% endfor %}", ["<|turn>", "<turn|>"]),
-        (
-            "{{ bos_token }}{% for m in messages %}{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else "
-            "m.content + eos_token }}{% endfor %}",
-            ["</s>"],
-        ),
+        ("{{ m.role + ': ' + m.content + '</turn>' }}", "</turn>"),
+        ("{{ m.role + ': ' + m.content + '\\n' }}", ""),
+        ("{{ '<|turn>' + m.role + m.content + '<turn|>' }}", "<turn|> <|turn>"),
+        ("{{ '[INST] ' + m.content + ' [/INST]' if m.role == 'user' else m.content + eos_token }}", "</s>"),
     ],
 )
-def test_markers_of_a_template(source: str, markers: list[str]) -> None:
-    assert sorted(markers_of(ChatTemplate(source, {"bos_token": "B", "eos_token": "</s>"}))) == sorted(markers)
+def test_markers_of_a_template(turn: str, markers: str) -> None:
+    tokens = {"bos_token": "B", "eos_token": "</s>"}
+    template = ChatTemplate("{{ bos_token }}{% for m in messages %}" + turn + "{% endfor %}", tokens)
+    assert sorted(markers_of(template)) == markers.split()
+    assert sorted(markers_of(ChatTemplate(CHATML, tokens))) == [END, START]
 
 
 def test_bytes_with_markers_are_those_that_are_saved(tmp_path: Path) -> None:

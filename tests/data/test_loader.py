@@ -134,10 +134,9 @@ class Ragged(Numbers):
 
 
 def padded(samples: list[Any]) -> dict[str, torch.Tensor]:
-    longest = max(len(each["input_ids"]) for each in samples)
-    ids = torch.tensor(
-        [each["input_ids"] + each["input_ids"][:1] * (longest - len(each["labels"])) for each in samples]
-    )
+    rows = [each["labels"] for each in samples]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + row[:1] * (longest - len(row)) for row in rows])
     return {"input_ids": ids, "labels": ids}
 
 
@@ -176,7 +175,7 @@ def test_lengths_are_those_of_the_column_where_there_is_one() -> None:
     import datasets
 
     rows = Ragged(60)
-    columns = {"input_ids": [rows[i]["input_ids"] for i in range(60)], "labels": [rows[i]["labels"] for i in range(60)]}
+    columns = {name: [rows[i][name] for i in range(60)] for name in ("input_ids", "labels")}
     table = datasets.Dataset.from_dict({**columns, "length": rows.lengths, "short": [-each for each in rows.lengths]})
     assert flat(by_length(table)) == flat(by_length(table.remove_columns("length"))) == flat(by_length(rows))
     short = flat(loader(table, collate_fn=padded, group_by_length="short"))
@@ -394,11 +393,8 @@ def test_batches_arrive_on_the_device_unchanged(pin: bool) -> None:
             assert torch.equal(batch["input_ids"], copy["input_ids"].cpu())
 
 
-@pytest.mark.parametrize(("setting", "kind", "pinned"), [
-    (None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cuda", True),
-])  # fmt: skip
-def test_batches_are_pinned_on_cuda_unless_dataloader_pin_memory_says_otherwise(
-    setting: bool | None, kind: str, pinned: bool
-) -> None:
-    settings = _loader_settings(RunSettings(dataloader_pin_memory=setting), torch.device(kind))
-    assert settings["pin_memory"] is pinned
+def test_batches_are_pinned_on_cuda_unless_dataloader_pin_memory_says_otherwise() -> None:
+    cases = [(None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cuda", True)]
+    for setting, kind, pinned in cases:
+        settings = _loader_settings(RunSettings(dataloader_pin_memory=setting), torch.device(kind))
+        assert settings["pin_memory"] is pinned

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from chats import write_lines, write_table
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from program import forgather
 from streams import shown
 
 from forgather_cli.checkpoint.compare import compare_configs
@@ -399,16 +398,6 @@ def test_what_lies_in_the_conversation_is_read(tmp_path: Path, record: dict[str,
         assert refused(tmp_path, [record], PLAIN)[0] == unread
     else:
         assert learned(tmp_path, [record], PLAIN)
-
-
-@pytest.mark.usefixtures("own_directory")
-def test_a_refused_run_has_trained_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    write_lines(Path("records.jsonl"), [{**DOLLY, "note": LONG}] * 3)
-    words = ["data=instruct", "data.files=[records.jsonl]", "data.chat_template=chatml", "data.cache_dir=cache"]
-    model = ["model=decoder", "hidden_size=8", "num_hidden_layers=1", "num_attention_heads=1", "device=cpu"]
-    assert forgather("train", *words, *model, "output_dir=run", "max_steps=1") == 2
-    assert capfd.readouterr().err.rstrip().endswith("'data.ignore=[note]'")
-    assert not list(Path("run").glob("checkpoints/*"))
 
 
 def test_a_mapping_says_what_a_key_is_or_is_refused(tmp_path: Path) -> None:

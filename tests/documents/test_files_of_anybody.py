@@ -140,6 +140,10 @@ CASES: dict[str, tuple[Callable[[], object], list[str], list[str]]] = {
     "deep metrics": (text("RUN/metrics.jsonl", DEEP + "\n{}\n"), SUMMARY, ["metrics.jsonl:1", "nested"]),
     "deep prompts": (text("p.jsonl", DEEP), [*GENERATE[:2], "--prompts", "p.jsonl"], ["p.jsonl:1", "nested"]),
     "deep data": (text("d.jsonl", DEEP), [*TRAIN, "data=text", "data.files=[d.jsonl]"], ["d.jsonl:1", "nested"]),
+    "chats with a key that nothing reads": (
+        text("c.jsonl", '{"question": "a", "answer": "b", "note": "of four words at least"}'),
+        [*TRAIN, "data=instruct", "data.files=[c.jsonl]", "data.chat_template=chatml"], ["'data.ignore=[note]'\n"],
+    ),
     # sizes and names
     "layers": (edited("MODEL/config.json", num_hidden_layers=10_000_000), GENERATE, ["config.json", "_layers"]),
     "a text for a number": (edited("MODEL/config.json", hidden_size="64"), PLAN, ["config.json", "hidden_size"]),
