@@ -218,16 +218,12 @@ def build_once(connection: Connection, cache: Path, name: str, rank: int | None)
     connection.send(Cache(cache).build_once("kind", "key", write)[1]["by"])
 
 
-def builder(cache: Path, name: str, rank: int | None = None) -> Stepwise:
-    return Stepwise(build_once, cache, name, rank)
-
-
 def test_a_wait_for_another_builder_is_told_and_told_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache_module, "_SILENCE", 0.01)
-    monkeypatch.setattr(cache_module, "_REMINDER", 0.01)
-    first = builder(tmp_path, "first")
+    for name in ("_SILENCE", "_REMINDER"):
+        monkeypatch.setattr(cache_module, name, 0.01)
+    first = Stepwise(build_once, tmp_path, "first", None)
     first.tell()
     assert first.hears() == "writing"
 
@@ -248,7 +244,7 @@ def test_a_wait_for_another_builder_is_told_and_told_again(
 
 def test_a_nodes_first_rank_builds_even_if_another_is_there_before(tmp_path: Path) -> None:
     """Rank 0's progress is what a person sees."""
-    ranks = [builder(tmp_path, f"rank {rank}", rank) for rank in range(3)]
+    ranks = [Stepwise(build_once, tmp_path, f"rank {rank}", rank) for rank in range(3)]
     ranks[1].tell()
     ranks[2].tell()
     while not (tmp_path / "locks").exists():  # rank 1 or 2 has come to the cache

@@ -30,8 +30,7 @@ TRAIN = ["train", "model=nano", "precision=fp32", "callbacks=minimal", "device=c
 ROWS = ["data=synthetic", "seq_len=256", "num_samples=512"]
 
 
-@pytest.fixture(autouse=True)
-def _here(own_directory: None) -> None: ...
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 
 def _can_mount() -> bool:

@@ -204,14 +204,10 @@ def test_ranks_that_train_the_same_samples_get_the_same_from_random_data(layout:
 def wide() -> list[list[dict[str, torch.Tensor]]]:
     """Of every dtype there may be, and of several shapes."""
     rows = (
-        {
-            **sample(i),
-            "mask": torch.tensor([True, i % 2 == 0, False]),
-            "half": torch.full((2, 2), i + 0.5, dtype=torch.bfloat16),
-            "weight": torch.tensor(float(i)),
-        }
+        {**sample(i), "mask": torch.tensor([True, i % 2 == 0, False]), "weight": torch.tensor(float(i)),
+         "half": torch.full((2, 2), i + 0.5, dtype=torch.bfloat16)}
         for i in range(8)
-    )
+    )  # fmt: skip
     return [step.microbatches for step in train_loader(rows, global_batch_size=4)]
 
 

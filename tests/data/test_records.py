@@ -152,9 +152,8 @@ def test_what_is_read_as_what(tmp_path: Path) -> None:
 
 
 def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -> None:
-    template = TEMPLATE.replace("{%- generation %}\n", "").replace("{%- endgeneration %}\n", "") + (
-        "{%- if add_generation_prompt %}a:{% endif %}"
-    )
+    template = TEMPLATE.replace("{%- generation %}\n", "").replace("{%- endgeneration %}\n", "")
+    template += "{%- if add_generation_prompt %}a:{% endif %}"
     record = {"prompt": [HI, YO, MORE], "completion": [SO, HI, YO]}
     assert learned(tmp_path, [record], template) == ["u:Hi;a:Yo;u:More;a:[So;]u:Hi;a:[Yo;]"]
 

@@ -67,12 +67,15 @@ def test_documents_of_every_kind(tmp_path: Path) -> None:
     assert read(tmp_path / "g.json", on_bad_row="skip") == ["z"]
 
 
-def test_split_by_fraction_keeps_equal_texts_together(tmp_path: Path) -> None:
+def test_split_by_fraction_keeps_equal_texts_together_and_the_first_always_trains(tmp_path: Path) -> None:
     records = [{"text": f"document {i % 500}"} for i in range(1000)]
     found = texts(find_corpus(option(write_lines(tmp_path / "a.jsonl", records), eval_fraction=0.2)))
     assert len(found["train"]) + len(found["eval"]) == 1000
     assert 0.1 < len(found["eval"]) / 1000 < 0.3
     assert not set(found["train"]) & set(found["eval"])
+    low = [f"text {i}" for i in range(300) if sources.held_out_share(f"text {i}") < 0.05][:2]  # both would be held out
+    found = texts(find_corpus(option(write_lines(tmp_path / "a.jsonl", [{"text": name} for name in low]))))
+    assert found == {"train": low[:1], "eval": low[1:]}
 
 
 def test_one_text_is_cut_at_a_line_one_line_anywhere_and_one_letter_nowhere(tmp_path: Path) -> None:
@@ -203,11 +206,3 @@ def test_fingerprint_follows_content_not_place(tmp_path: Path) -> None:
     with pytest.raises(NotCached):
         corpus.fingerprint(Cache(tmp_path / "cache", build=False))
     assert corpus.fingerprint(Cache(tmp_path / "cache")) == first
-
-
-def test_the_first_document_always_trains(tmp_path: Path) -> None:
-    """Two texts that would both be held out still leave something to train on."""
-    names = [f"text {i}" for i in range(300)]
-    low = [name for name in names if sources.held_out_share(name) < 0.05][:2]
-    found = texts(find_corpus(option(write_lines(tmp_path / "a.jsonl", [{"text": name} for name in low]))))
-    assert found == {"train": low[:1], "eval": low[1:]}

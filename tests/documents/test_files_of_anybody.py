@@ -109,12 +109,10 @@ def index(file: str) -> None:
 
 CASES: dict[str, tuple[Callable[[], object], list[str], list[str]]] = {
     # a pipe where a file is read
-    "config.json": (pipe("MODEL/config.json"), GENERATE, ["MODEL/config.json", "a pipe"]),
-    "tokenizer.json": (pipe("MODEL/tokenizer.json"), GENERATE, ["MODEL/tokenizer.json", "a pipe"]),
-    "tokenizer_config.json": (pipe("MODEL/tokenizer_config.json"), GENERATE, ["tokenizer_config.json", "a pipe"]),
-    "generation_config.json": (pipe("MODEL/generation_config.json"), GENERATE, ["generation_config.json", "a pipe"]),
-    "chat_template.jinja": (pipe("MODEL/chat_template.jinja"), GENERATE, ["chat_template.jinja", "a pipe"]),
-    "model.safetensors": (pipe("MODEL/model.safetensors"), GENERATE, ["model.safetensors", "a pipe"]),
+    **{name: (pipe(f"MODEL/{name}"), GENERATE, [f"MODEL/{name}", "a pipe"]) for name in (
+        "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja",
+        "model.safetensors",
+    )},
     "config.yaml": (pipe("RUN/config.yaml"), EVAL, ["RUN/config.yaml", "a pipe"]),
     "manifest.json": (pipe(f"{STEP}/manifest.json"), INSPECT, ["manifest.json", "a pipe"]),
     "metrics.jsonl": (pipe("RUN/metrics.jsonl"), SUMMARY, ["metrics.jsonl", "a pipe"]),
