@@ -23,7 +23,7 @@ from streams import all_ids
 from tiny import metrics
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from forgather_cli.callbacks.textgen import TextgenCallback
+from forgather_cli.callbacks.textgen import TextgenCallback, _encoded
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.config.decode import dump_tree, load_tree
 from forgather_cli.config.load import load_config
@@ -302,8 +302,6 @@ def test_generate_writes_what_the_pipeline_of_transformers_writes(
 
 
 def test_prompts_of_a_run_begin_as_its_texts(directory: Path, tmp_path: Path) -> None:
-    from forgather_cli.callbacks.textgen import _encoded
-
     callback = TextgenCallback(TextgenSettings(prompts=[PROMPT, ""]), RunDir(tmp_path))
     for rule, prefix in ((None, [256]), (False, [])):
         tokenizer = FileTokenizer(directory, add_bos=rule)

@@ -10,6 +10,7 @@ import lzma
 import os
 import resource
 import signal
+import tracemalloc
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -148,8 +149,6 @@ def test_a_mark_alone_is_an_empty_file(tmp_path: Path) -> None:
 
 def test_an_archive_is_read_as_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A part of its 8 MB of text is in memory, not all."""
-    import tracemalloc
-
     monkeypatch.setattr(reading, "PIECE", 1 << 18)
     text = "".join(f"{i * 7919 % 1000003} words and\n" for i in range(450_000)).encode()
     for suffix in (".gz", ".zst"):

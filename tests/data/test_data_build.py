@@ -58,8 +58,16 @@ def token_dirs(cache: str) -> list[str]:
     return sorted(os.listdir(Path(cache, "tokens")))
 
 
-def test_text_to_samples_and_back(corpus: Path, cache: str) -> None:
-    data = load(text(corpus, cache, eval_fraction=0.1))
+def test_text_to_samples_and_back_and_a_second_load_builds_nothing(corpus: Path, cache: str) -> None:
+    calls: list[tuple[int, int]] = []
+    option = text(corpus, cache, eval_fraction=0.1)
+    data = load_data(option, seed=1, progress=lambda *at: calls.append(at))
+    told, size = calls.copy(), corpus.stat().st_size
+    assert told == sorted(told)
+    assert told[-1] == (size, size)
+    again = load_data(option, seed=1, progress=lambda *at: calls.append(at))
+    assert calls == told
+    assert (again.fingerprint, all_ids(again.train)) == (data.fingerprint, all_ids(data.train))
     ids = all_ids(data.train)
     ends = [i for i, token in enumerate(ids) if token == data.tokenizer.eos_token_id]
     records = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
@@ -70,18 +78,6 @@ def test_text_to_samples_and_back(corpus: Path, cache: str) -> None:
     assert (data.seq_len, data.description["train_samples"]) == (32, len(data.train))
     batches = list(EvalLoader(data.eval, batch_size=3))
     assert sum(int((batch["labels"] != -100).sum()) for batch in batches) == data.description["eval_tokens"]
-
-
-def test_second_load_builds_nothing(corpus: Path, cache: str) -> None:
-    calls: list[tuple[int, int]] = []
-    first = load_data(text(corpus, cache), seed=1, progress=lambda *at: calls.append(at))
-    told, size = calls.copy(), corpus.stat().st_size
-    assert told == sorted(told)
-    assert told[-1] == (size, size)
-    again = load_data(text(corpus, cache), seed=1, progress=lambda *at: calls.append(at))
-    assert calls == told
-    assert again.fingerprint == first.fingerprint
-    assert all_ids(again.train) == all_ids(first.train)
 
 
 def test_fingerprint_follows_everything_that_changes_samples(corpus: Path, cache: str) -> None:

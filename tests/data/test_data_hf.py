@@ -78,11 +78,9 @@ def test_slices_and_files_to_evaluate_on(folder: Path) -> None:
 
 
 def test_bpe_in_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from forgather_cli.data.text import read as reading
-
     chosen = {"tokenizer": "bpe", "bpe_vocab_size": 300}
     alone = load(option(folder, "all.parquet", **chosen))
-    monkeypatch.setattr(reading, "PIECE", 1000)
+    monkeypatch.setattr("forgather_cli.data.text.read.PIECE", 1000)
     settings = {**chosen, "cache_dir": str(folder / "other"), "tokenize_processes": 2}
     together = load(option(folder, "all.parquet", **settings))
     assert all_rows(together.train) == all_rows(alone.train)

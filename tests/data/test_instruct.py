@@ -90,9 +90,8 @@ def test_packings_hold_every_conversation_once(corpus: Path, directory: Path, pa
     alone = [expected(directory, conversation(number)) for number in range(30)]
     batch = data.train.__getitems__(list(range(len(data.train))))
     found = []
-    for row in range(len(data.train)):
-        ids, labels = batch["input_ids"][row], batch["labels"][row]
-        documents, positions = batch["document_ids"][row], batch["position_ids"][row]
+    keys = ("input_ids", "labels", "document_ids", "position_ids")
+    for ids, labels, documents, positions in zip(*(batch[key] for key in keys), strict=True):
         for document in range(int(documents.max()) + 1):
             where = documents == document
             assert positions[where].tolist() == list(range(int(where.sum())))
@@ -216,12 +215,11 @@ def test_tokens_of_the_template_that_the_tokenizer_lacks_are_named(
 
 
 def test_what_is_no_chat_data_or_no_template_is_said(corpus: Path, directory: Path, tmp_path: Path) -> None:
-    for tokenizer, template, message in (
-        ("bytes", None, r"the tokenizer 'bytes' has no chat template; set data\."),
-        (directory, "nowhere", r".*nowhere: cannot be read \(No such file or directory\); gi"),
-    ):
-        with pytest.raises(DataError, match=rf"^data\.chat_template: {message}"):
-            load(corpus, tokenizer, chat_template=template)
+    named = r"^data\.chat_template: "
+    with pytest.raises(DataError, match=named + r"the tokenizer 'bytes' has no chat template; set data\."):
+        load(corpus, "bytes")
+    with pytest.raises(DataError, match=named + r".*nowhere: cannot be read \(No such file or directory\); gi"):
+        load(corpus, directory, chat_template="nowhere")
     for name, content, message in (
         ("chats.txt", "Hi", r"not chat data by its name; give jsonl, json or parquet files"),
         ("empty.jsonl", "\n", r"data\.files: no conversation in 1 files"),

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import transformers
 
-from forgather_cli.data.text.tokenizer import END, FileTokenizer, Tokenizer, _pieces, load_tokenizer, train_bpe
+from forgather_cli.data.text.tokenizer import END, FileTokenizer, _pieces, load_tokenizer, train_bpe
 from forgather_cli.errors import DataError
 
 TEXTS = [
@@ -28,10 +29,6 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def tokenizers_of(bpe: Path) -> list[Tokenizer]:
-    return [load_tokenizer("bytes"), FileTokenizer(bpe)]
-
-
 def test_bytes_are_bytes() -> None:
     tokenizer = load_tokenizer("bytes")
     assert tokenizer.vocab_size == 257
@@ -41,7 +38,7 @@ def test_bytes_are_bytes() -> None:
 
 
 def test_decode_survives_what_a_model_may_generate(bpe: Path) -> None:
-    for tokenizer in tokenizers_of(bpe):
+    for tokenizer in (load_tokenizer("bytes"), FileTokenizer(bpe)):
         assert "\ufffd" in map(tokenizer.decode, ([i] for i in range(tokenizer.vocab_size))), "a byte that is no UTF-8"
         assert tokenizer.decode(np.array([tokenizer.vocab_size + 5])) == ""
         end = [tokenizer.eos_token_id]
@@ -49,12 +46,10 @@ def test_decode_survives_what_a_model_may_generate(bpe: Path) -> None:
 
 
 def test_ids_and_text_are_those_of_transformers_one_by_one_and_together(bpe: Path, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    for number, tokenizer in enumerate(tokenizers_of(bpe)):
+    for number, tokenizer in enumerate((load_tokenizer("bytes"), FileTokenizer(bpe))):
         directory = tmp_path / str(number)
         tokenizer.save(directory)
-        theirs = AutoTokenizer.from_pretrained(directory)
+        theirs = transformers.AutoTokenizer.from_pretrained(directory)
         for text in TEXTS:
             ids = tokenizer.encode(text)
             assert theirs(text)["input_ids"] == ids
