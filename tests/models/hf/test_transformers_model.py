@@ -279,8 +279,6 @@ def test_settings_that_contradict_each_other(overrides: list[str], message: str)
         load_config(None, ["model=transformers", *overrides])
 
 
-# ---------------------------------------------------------------------------------------------------------- stages
-
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 4},
