@@ -85,8 +85,6 @@ def test_non_finite_logits_survive(do_sample: bool) -> None:
     assert set(made) <= {0, 1, 2}
 
 
-# ------------------------------------------------------------------------------------------------ as in transformers
-
 PAD, ENDS = 1, [3, 9]
 TEXTS = [[5, 6, 7, 6, 7, 6, 8], [11], [40, 41, 42], [20, 21, 22, 23, 24]]
 

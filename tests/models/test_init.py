@@ -106,19 +106,15 @@ def test_numbers_are_the_same_in_every_version() -> None:
     assert stable_seed(42, "model.norm.weight") != stable_seed(4, "2:model.norm.weight")
 
 
-def test_bf16_parameters_are_rounded_fp32_draws() -> None:
+def test_bf16_parameters_are_rounded_fp32_draws_and_a_generator_of_the_device_draws_alike_each_time() -> None:
     exact, rounded = built("cpu"), Decoder(settings()).to(torch.bfloat16)
     init_parameters(rounded, 7)
     for (name, a), b in zip(exact.named_parameters(), rounded.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b), name
-
-
-def test_on_the_device_a_generator_of_the_device_draws() -> None:
-    model = built("cpu")
-    init_parameters(model, 3, device_generator=True)
     again = built("cpu")
-    init_parameters(again, 3, device_generator=True)
-    assert_equal(model.state_dict(), again.state_dict())
+    for model in (exact, again):
+        init_parameters(model, 3, device_generator=True)
+    assert_equal(exact.state_dict(), again.state_dict())
 
 
 class Other(nn.Module):
@@ -163,9 +159,8 @@ def test_a_buffer_that_nobody_fills_is_named() -> None:
 
     with torch.device("meta"):
         model = nn.Sequential(Masked())
-    with pytest.raises(
-        ModelError, match=r"Masked has no reset_buffers\(\) that computes 0\.tril .*construct_model_on=cpu"
-    ):
+    lacks = r"Masked has no reset_buffers\(\) that computes 0\.tril .*construct_model_on=cpu"
+    with pytest.raises(ModelError, match=lacks):
         allocate(model, "cpu")
 
 

@@ -57,9 +57,6 @@ def adamw(lr: float = 1e-2) -> Optimizers:
     return build_optimizer(AdamWSettings(), small_model().named_parameters(), lr=lr, weight_decay=0.1)
 
 
-# ------------------------------------------------------------------------------------------- against transformers
-
-
 @pytest.mark.parametrize(
     ("kind", "ours", "name", "theirs"),
     [
@@ -86,9 +83,6 @@ def test_equals_torch():
     assert curve(CosineSettings(min_lr_ratio=0.25), length=TOTAL + 1) == pytest.approx(theirs, abs=1e-12)
     theirs = reference(lambda o: torch_schedulers.LinearLR(o, 1.0, 0.3, total_iters=TOTAL))
     assert curve(LinearSettings(min_lr_ratio=0.3)) == pytest.approx(theirs, abs=1e-12)
-
-
-# ------------------------------------------------------------------------------------------------ boundary values
 
 
 @pytest.mark.parametrize(
@@ -184,9 +178,6 @@ def test_an_unknown_length_and_broken_steps_are_refused_where_they_matter():
         schedule_factor(ConstantSettings(warmup_steps=0.1), total_steps=None)
     with pytest.raises(ConfigError, match=r"lr_scheduler.warmup_steps: must be whole steps.*10.5"):
         schedule_factor(ConstantSettings(warmup_steps=10.5), total_steps=100)
-
-
-# -------------------------------------------------------------------------------------------------------- Schedule
 
 
 def test_schedule_sets_every_group_and_goes_on_after_a_resume():
