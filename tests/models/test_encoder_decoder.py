@@ -136,18 +136,16 @@ def test_other_sources_are_refused(source: Path, tmp_path: Path) -> None:
 
 def test_what_does_not_go_together_is_told_at_once() -> None:
     wrong = ["trainer=pipeline", "pack_encoder=64", "ul2_task_weights=[1.0]", "data.files=[a]", "cross_attention=self"]
-    for words, messages in (
-        (["model=qwen3_encdec"], [r"data: model=qwen3_encdec .*choose data=ul2"]),
-        (["data=ul2"], [r"model: data=ul2 .*choose model=qwen3_encdec"]),
+    for words, *messages in (
+        (["model=qwen3_encdec"], r"data: model=qwen3_encdec .*choose data=ul2"),
+        (["data=ul2"], r"model: data=ul2 .*choose model=qwen3_encdec"),
         (
             ["model=qwen3_encdec", "data=ul2", *wrong],
-            [
-                r"trainer: pipeline .*choose trainer=fsdp2 or ddp",
-                r"pack_encoder: must hold .*max_encoder_length",
-                r"ul2_task_weights: .*give 5",
-                r"files: nothing reads it with source=python_stdlib",
-                r"cross_attention: .*set model\.init_from=DIR",
-            ],
+            r"trainer: pipeline .*choose trainer=fsdp2 or ddp",
+            r"pack_encoder: must hold .*max_encoder_length",
+            r"ul2_task_weights: .*give 5",
+            r"files: nothing reads it with source=python_stdlib",
+            r"cross_attention: .*set model\.init_from=DIR",
         ),
     ):
         with pytest.raises(ConfigError) as caught:

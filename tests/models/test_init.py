@@ -1,4 +1,4 @@
-"""Initial parameters: a function of (seed, name) and of nothing else."""
+"""Parameters: how many, and their first values, a function of (seed, name) and of nothing else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from forgather_cli.config.schema import DecoderSettings
+from forgather_cli.config.load import load_config
+from forgather_cli.config.schema import DecoderSettings, EncoderDecoderSettings
 from forgather_cli.errors import ModelError
+from forgather_cli.models.build import build_model
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.init import allocate, init_parameters, stable_seed
 
@@ -104,19 +106,15 @@ def test_numbers_are_the_same_in_every_version() -> None:
     assert stable_seed(42, "model.norm.weight") != stable_seed(4, "2:model.norm.weight")
 
 
-def test_bf16_parameters_are_rounded_fp32_draws() -> None:
+def test_bf16_parameters_are_rounded_fp32_draws_and_a_generator_of_the_device_draws_alike_each_time() -> None:
     exact, rounded = built("cpu"), Decoder(settings()).to(torch.bfloat16)
     init_parameters(rounded, 7)
     for (name, a), b in zip(exact.named_parameters(), rounded.parameters(), strict=True):
         assert torch.equal(a.bfloat16(), b), name
-
-
-def test_on_the_device_a_generator_of_the_device_draws() -> None:
-    model = built("cpu")
-    init_parameters(model, 3, device_generator=True)
     again = built("cpu")
-    init_parameters(again, 3, device_generator=True)
-    assert_equal(model.state_dict(), again.state_dict())
+    for model in (exact, again):
+        init_parameters(model, 3, device_generator=True)
+    assert_equal(exact.state_dict(), again.state_dict())
 
 
 class Other(nn.Module):
@@ -161,7 +159,26 @@ def test_a_buffer_that_nobody_fills_is_named() -> None:
 
     with torch.device("meta"):
         model = nn.Sequential(Masked())
-    with pytest.raises(
-        ModelError, match=r"Masked has no reset_buffers\(\) that computes 0\.tril .*construct_model_on=cpu"
-    ):
+    lacks = r"Masked has no reset_buffers\(\) that computes 0\.tril .*construct_model_on=cpu"
+    with pytest.raises(ModelError, match=lacks):
         allocate(model, "cpu")
+
+
+VOCABULARY = 300
+SETTINGS: list[DecoderSettings | EncoderDecoderSettings] = [
+    DecoderSettings(attention_bias=True, mlp_bias=True),
+    DecoderSettings(attention_bias=True, attention_output_bias=False, tie_word_embeddings=True),
+    DecoderSettings(qk_norm=True, num_attention_heads=4, num_key_value_heads=2, head_dim=10, vocab_size=1000),
+    DecoderSettings(hidden_size=72, num_attention_heads=4, intermediate_size=100),
+    EncoderDecoderSettings(),
+    EncoderDecoderSettings(tie_word_embeddings=False, attention_bias=True),
+    EncoderDecoderSettings(num_key_value_heads=2, head_dim=20, intermediate_size=100),
+]
+
+
+@pytest.mark.parametrize("option", [*SETTINGS, "nano", "1b"])
+def test_settings_count_the_parameters_of_their_model(option: Any) -> None:
+    option = load_config(None, [f"model={option}"]).config.model if isinstance(option, str) else option
+    with torch.device("meta"):
+        model = build_model(option, vocab_size=VOCABULARY, seq_len=64)
+    assert option.num_parameters(VOCABULARY) == sum(each.numel() for each in model.parameters())

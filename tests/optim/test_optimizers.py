@@ -127,30 +127,24 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 # ---------------------------------------------------------------------------------------------------------- groups
 
 
-@pytest.fixture(scope="module")
-def llama_names() -> list[tuple[str, nn.Parameter]]:
+def test_what_decays_of_a_llama_and_what_muon_takes():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, vocab_size=32,
         attention_bias=True, tie_word_embeddings=False,
     )  # fmt: skip
     with torch.device("meta"):
-        return list(transformers.LlamaForCausalLM(config).named_parameters())
-
-
-def test_norms_biases_and_embeddings_of_a_llama_do_not_decay(llama_names: list[tuple[str, nn.Parameter]]):
-    rows = describe(AdamWSettings(), llama_names, lr=LR, weight_decay=DECAY)
-    assert [row.name for row in rows] == [name for name, _ in llama_names]
-    undecayed = re.compile(r"embed_tokens|norm|bias")
-    assert {row.name for row in rows if row.group == "no_decay"} == {n for n, _ in llama_names if undecayed.search(n)}
+        named = list(transformers.LlamaForCausalLM(config).named_parameters())
+    rows = describe(AdamWSettings(), named, lr=LR, weight_decay=DECAY)
+    assert [row.name for row in rows] == [name for name, _ in named]
+    undecayed = {name for name, _ in named if re.search(r"embed_tokens|norm|bias", name)}
+    assert {row.name for row in rows if row.group == "no_decay"} == undecayed
     assert {(row.group, row.weight_decay) for row in rows} == {("no_decay", 0.0), ("default", DECAY)}
     assert {row.optimizer for row in rows} == {"adamw"}
-
-
-def test_muon_takes_the_hidden_matrices_of_a_llama(llama_names: list[tuple[str, nn.Parameter]]):
-    rows = describe(MuonSettings(), llama_names, lr=LR, weight_decay=DECAY)
-    muon = {row.name for row in rows if row.optimizer == "muon"}
-    assert muon == {n for n, p in llama_names if p.ndim == 2 and ".layers." in n}
+    rows = describe(MuonSettings(), named, lr=LR, weight_decay=DECAY)
+    assert {row.name for row in rows if row.optimizer == "muon"} == {
+        name for name, p in named if p.ndim == 2 and ".layers." in name
+    }
     groups = {row.name: (row.group, row.lr, row.weight_decay) for row in rows}
     assert groups["lm_head.weight"] == ("head.adamw", 3 * LR, DECAY)
     assert groups["model.embed_tokens.weight"] == ("embedding.adamw", 4 * LR, 0.0)
@@ -261,6 +255,8 @@ def test_mistakes_in_groups(option: OptimizerOption, problem: str):
 def test_settings_that_torch_refuses(option: OptimizerOption, message: str):
     with pytest.raises((ConfigError, PartError), match=message):
         build(option, TinyModel())
+    with pytest.raises(SetupError, match="no trainable parameter"):
+        build(option, nn.Identity())
 
 
 def test_fused_on_a_device_without_the_kernel():
@@ -270,11 +266,6 @@ def test_fused_on_a_device_without_the_kernel():
         build(AdamWSettings(fused=True), model)
     assert build(AdamWSettings(), model).param_groups[0]["fused"] is None
     assert all(g["fused"] is True for g in build(AdamWSettings(), TinyModel()).param_groups)
-
-
-def test_nothing_to_train():
-    with pytest.raises(SetupError, match="no trainable parameter"):
-        build_optimizer(AdamWSettings(), [], lr=LR, weight_decay=DECAY)
 
 
 # ----------------------------------------------------------------------------------------------- against plain torch
@@ -504,26 +495,18 @@ def test_state_names_and_what_was_known_is_forgotten():
     assert optimizers.state_tensors() == {}
 
 
-def test_fp32_moments_of_bf16_parameters_keep_their_dtype():
+def test_fp32_moments_of_bf16_parameters_keep_their_dtype_and_parameters_without_gradient_have_none():
     model = TinyModel().bfloat16()
     optimizers = build(AdamWSettings(fused=False), model)
-    train(model, optimizers, range(1))
-    tensors, groups = saved_state(optimizers)
-    tensors = {name: tensor.float() + 1e-4 for name, tensor in tensors.items()}
-    optimizers.load(tensors, groups)
-    assert same(optimizers.state_tensors(), tensors)
-
-
-def test_parameters_without_gradient_have_no_state():
-    model = TinyModel()
-    optimizers = build(AdamWSettings(), model)
     model.lm_head.weight.requires_grad_(False)
     train(model, optimizers, range(2))
     tensors, groups = saved_state(optimizers)
     assert not any(name.startswith("lm_head") for name in tensors)
-    fresh = build(AdamWSettings(), TinyModel())
-    fresh.load(tensors, groups)
-    assert same(fresh.state_tensors(), tensors)
+    tensors = {name: tensor.float() + 1e-4 for name, tensor in tensors.items()}
+    fresh = build(AdamWSettings(fused=False), TinyModel().bfloat16())
+    for each in (optimizers, fresh):
+        each.load(tensors, groups)
+        assert same(each.state_tensors(), tensors)
 
 
 def test_config_wins_over_the_checkpoint_which_wins_where_asked_to():
@@ -547,19 +530,14 @@ def test_config_wins_over_the_checkpoint_which_wins_where_asked_to():
     assert all(g["betas"] == (0.9, 0.95) for g in fresh.param_groups)
 
 
-def test_a_setting_changed_during_training_survives():
-    model = TinyModel()
-    optimizers = build(AdamWSettings(), model)
-    optimizers.param_groups[1]["weight_decay"] = 0.7  # as a callback might
-    fresh = build(AdamWSettings(), TinyModel())
-    assert fresh.load(*saved_state(optimizers)) == []
-    assert [g["weight_decay"] for g in fresh.param_groups] == [0.0, 0.7]
-
-
-def test_regrouped_parameters_are_told():
+def test_a_setting_changed_during_training_survives_and_regrouped_parameters_are_told():
     _, optimizers = trained(2)
-    fresh = build(AdamWSettings(groups=group("lm_head")), TinyModel())
+    optimizers.param_groups[1]["weight_decay"] = 0.7  # as a callback might
     tensors, groups = saved_state(optimizers)
+    fresh = adamw()
+    assert fresh.load(tensors, groups) == []
+    assert [g["weight_decay"] for g in fresh.param_groups] == [0.0, 0.7]
+    fresh = build(AdamWSettings(groups=group("lm_head")), TinyModel())
     assert fresh.load(tensors, groups) == ["group no_decay is only in the checkpoint", "group mine is new"]
     assert same(dict(sorted(fresh.state_tensors().items())), dict(sorted(tensors.items())))
 
@@ -608,9 +586,6 @@ def test_group_settings_that_cannot_be_saved():
         Optimizers.wrap(optimizer, [(str(i), p) for i, p in enumerate(optimizer.param_groups[0]["params"])])
 
 
-# ------------------------------------------------------------------------------------------------------------ wrap
-
-
 def test_wrapped_optimizers_of_the_user_keep_their_names():
     model = TinyModel()
     first = torch.optim.RMSprop([{"params": model.lm_head.parameters(), "name": "head"}], lr=LR)
@@ -653,7 +628,7 @@ def test_in_backward_equals_the_ordinary_optimizer(option: OptimizerOption, tied
     assert fused.group_state() == ordinary.group_state()
 
 
-def test_in_backward_holds_one_gradient_at_a_time():
+def test_in_backward_holds_one_gradient_at_a_time_and_none_is_added_to_before_the_step():
     model = TinyModel()
     fused = fused_backward(AdamWSettings(), model)
     alive: list[int] = []
@@ -664,6 +639,8 @@ def test_in_backward_holds_one_gradient_at_a_time():
     backward(model, 0)
     assert alive == [0] * len(fused.names)
     assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(SetupError, match="set gradient_accumulation_steps=1"):
+        backward(model, 1)
 
 
 def test_in_backward_measures_the_gradient_norm():
@@ -680,13 +657,7 @@ def test_in_backward_measures_the_gradient_norm():
         fused.step()
 
 
-def test_in_backward_refuses_accumulation_and_an_optimizer_with_state_in_its_groups():
-    model = TinyModel()
-    fused = fused_backward(AdamWSettings(), model)
-    backward(model, 0)
-    with pytest.raises(SetupError, match="set gradient_accumulation_steps=1"):
-        backward(model, 1)
-    fused.close()
+def test_in_backward_refuses_an_optimizer_with_state_in_its_groups():
     model = TinyModel()
     fused = fused_backward(Target(f"{__name__}.SignDescent"), model)
     with pytest.raises(SetupError, match="SignDescent keeps state in its parameter groups"):

@@ -33,7 +33,6 @@ OPTIONS: dict[str, OptimizerOption] = {
     "muon": MuonSettings(),
     "muon, warmed up and cautious": CAUTIOUS,
 }
-every_option = pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 
 
 def numbers(seed: int) -> dict[str, Tensor]:
@@ -85,23 +84,22 @@ def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def stepped(replicate: int) -> dict[str, dict[str, Tensor]]:
-    found = {}
-    for name, option in OPTIONS.items():
-        model = Model(option, replicate)
-        model.steps(0, 3)
-        found[name] = model.weights()
-    return found
+def stepped(option: OptimizerOption, replicate: int | None = None) -> dict[str, Tensor]:
+    model = Model(option, replicate)
+    model.steps(0, 3)
+    return model.weights()
 
 
-@pytest.mark.parametrize(("ranks", "replicate"), [(4, 1), (4, 2)])
-def test_sharded_steps_are_those_of_one_device(ranks: int, replicate: int) -> None:
-    every_rank = run_ranks(ranks, stepped, replicate)
+def all_stepped(replicate: int) -> dict[str, dict[str, Tensor]]:
+    return {name: stepped(option, replicate) for name, option in OPTIONS.items()}
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_sharded_steps_are_those_of_one_device(replicate: int) -> None:
+    every_rank = run_ranks(4, all_stepped, replicate)
     for name, option in OPTIONS.items():
-        single = Model(option)
-        single.steps(0, 3)
         for weights in every_rank:
-            assert_close(weights[name], single.weights())
+            assert_close(weights[name], stepped(option))
 
 
 def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -127,7 +125,7 @@ def resumed(
     return found, rest, model.weights()
 
 
-@every_option
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=OPTIONS)
 def test_state_goes_from_layout_to_layout_bit_for_bit(option: OptimizerOption) -> None:
     single = Model(option)
     single.steps(0, 3)
@@ -156,9 +154,6 @@ def test_whole_moments_of_a_sharded_parameter_are_refused() -> None:
     assert "up_proj.weight.exp_avg: its shape is (10, 6), the parameter's (5, 6)" in first
 
 
-# ------------------------------------------------------------------------------------------ parts on different ranks
-
-
 def part(names: list[str], option: OptimizerOption) -> tuple[dict[str, nn.Parameter], Optimizers]:
     parameters = {name: nn.Parameter(numbers(0)[name].clone()) for name in names}
     optimizer = build_optimizer(option, parameters.items(), lr=1e-2, weight_decay=0.1)
@@ -169,14 +164,14 @@ def part(names: list[str], option: OptimizerOption) -> tuple[dict[str, nn.Parame
 
 
 STAGES = [["embed_tokens.weight", "up_proj.weight"], ["down_proj.weight", "norm.weight"]]
+WHOLE = [*STAGES[0], *STAGES[1]]
 NORMS_APART = AdamWSettings(groups={"norms": GroupSettings(regex="norm", settings={"lr": 0.5})})
 
 
 @pytest.mark.parametrize("option", [AdamWSettings(), CAUTIOUS, NORMS_APART], ids=["adamw", "muon", "groups"])
-def test_states_of_parts_are_the_state_of_the_whole_model(option: OptimizerOption) -> None:
-    stages = [part(names, option)[1] for names in STAGES]
-    merged = merge_group_states([stage.group_state() for stage in stages])
-    whole_model = part([*STAGES[0], *STAGES[1]], option)[1]
+def test_states_of_parts_are_the_whole_models_and_a_part_takes_its_own_from_it(option: OptimizerOption) -> None:
+    merged = merge_group_states([part(names, option)[1].group_state() for names in STAGES])
+    whole_model = part(WHOLE, option)[1]
     expected = whole_model.group_state()
     assert merged["tensors"] == expected["tensors"]
     assert merged["values"] == expected["values"]
@@ -184,27 +179,20 @@ def test_states_of_parts_are_the_state_of_the_whole_model(option: OptimizerOptio
     for name, group in merged["groups"].items():
         assert sorted(group["parameters"]) == sorted(expected["groups"][name]["parameters"])
         assert {**group, "parameters": []} == {**expected["groups"][name], "parameters": []}
-
-
-@pytest.mark.parametrize("option", [AdamWSettings(), CAUTIOUS, NORMS_APART], ids=["adamw", "muon", "groups"])
-def test_a_part_takes_its_own_from_the_state_of_the_whole_model(option: OptimizerOption) -> None:
-    names = [*STAGES[0], *STAGES[1]]
-    whole_model = part(names, option)[1]
-    groups = whole_model.group_state()
     for own in STAGES:
         parameters, optimizer = part(own, option)
         for p in parameters.values():
             p.grad = torch.ones_like(p)
         optimizer.step()  # other moments now
         tensors = {n: t for n, t in whole_model.state_tensors().items() if n.rpartition(".")[0] in own}
-        assert optimizer.load(tensors, groups, all_names=set(names)) == []
+        assert optimizer.load(tensors, expected, all_names=set(WHOLE)) == []
         restored = optimizer.state_tensors()
         assert restored.keys() == tensors.keys()
         assert all(torch.equal(restored[name], tensors[name]) for name in tensors)
 
 
 def test_what_no_rank_trains_is_still_a_mistake() -> None:
-    whole_model = part([*STAGES[0], *STAGES[1]], AdamWSettings())[1]
+    whole_model = part(WHOLE, AdamWSettings())[1]
     optimizer = part(STAGES[0], AdamWSettings())[1]
     tensors = {n: t for n, t in whole_model.state_tensors().items() if n.rpartition(".")[0] in STAGES[0]}
     with pytest.raises(CheckpointError, match=r"not trained by this run's optimizer: norm.weight"):

@@ -58,9 +58,6 @@ SPIKE = add("spike", "diverging.Spike", at=8)
 POISON = add("poison", "diverging.Poison", at=16)
 
 
-# ------------------------------------------------------------------------------------------------------- the detector
-
-
 class Fed:
     """A detector that is fed values, one per step."""
 
@@ -99,20 +96,9 @@ def test_a_rise_of_the_mean_for_patience_values_is_a_divergence_and_one_bad_valu
     )
 
 
-def test_the_first_values_are_not_judged() -> None:
+def test_the_first_values_are_not_judged_and_thresholds_are_also_by_share() -> None:
     assert Fed(warmup=10, smoothing=1.0).feed(1.0, *[9.0] * 9) is None
     assert Fed(warmup=10, smoothing=1.0).feed(1.0, *[9.0] * 12) == 13
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_is_one_at_once_and_leaves_nothing_to_save(value: float) -> None:
-    fed = Fed()
-    assert fed.feed(2.0, value) == 2
-    assert fed.control.should_abort_without_save
-    assert f"loss became {value} by step 2" in str(fed.control.divergence)
-
-
-def test_thresholds_by_share_and_both() -> None:
     values = (2.0, 2.0, 2.9, 2.9, 2.9)
     quick = {"warmup": 0, "smoothing": 1.0}
     assert Fed(threshold=None, relative_threshold=1.5, **quick).feed(*values) is None
@@ -120,6 +106,14 @@ def test_thresholds_by_share_and_both() -> None:
     assert Fed(threshold=0.8, relative_threshold=1.5, **quick).feed(*values) == 5
     with pytest.raises(ConfigError, match="threshold or relative_threshold"):
         DivergenceDetector(DivergenceSettings(threshold=None))
+
+
+def test_what_is_not_finite_is_one_at_once_and_leaves_nothing_to_save() -> None:
+    for value in (math.nan, math.inf):
+        fed = Fed()
+        assert fed.feed(2.0, value) == 2
+        assert fed.control.should_abort_without_save
+        assert f"loss became {value} by step 2" in str(fed.control.divergence)
 
 
 def test_other_metrics_are_judged_when_asked_for(caplog: pytest.LogCaptureFixture) -> None:
@@ -294,11 +288,6 @@ RESTARTED = ("trainer=ddp", "nproc_per_node=1", "max_restarts=2")
 """A rank of torchrun's; that all ranks end at one step, test_trainer_ranks asks."""
 
 
-@pytest.fixture
-def _in_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def noted() -> list[tuple[int, list[list[int]]]]:
     """(step, token ids) of every step that any process has trained, in the order of time."""
     return [tuple(json.loads(line)) for line in Path("notes-0.jsonl").read_text().splitlines()]
@@ -316,7 +305,7 @@ def recorded() -> bool:
     return RUN.rollbacks.exists() and RUN.rollbacks.read_bytes().endswith(b"\n")
 
 
-@pytest.mark.usefixtures("_in_tmp")
+@pytest.mark.usefixtures("own_directory")
 def test_a_kill_right_after_the_rollback_repeats_neither_it_nor_the_skipped_samples() -> None:
     with Process("train", *WORDS, *detector(), *SPIKE, *NOTES) as job:
         until = time.monotonic() + 120
@@ -342,7 +331,7 @@ def test_a_kill_right_after_the_rollback_repeats_neither_it_nor_the_skipped_samp
     assert lasting[-1]["loss"] < min(r["loss"] for r in lasting[:3])
 
 
-@pytest.mark.usefixtures("_in_tmp")
+@pytest.mark.usefixtures("own_directory")
 @pytest.mark.parametrize(("action", "ranks"), [("stop", ()), ("abort", RESTARTED)])
 def test_a_divergence_ends_the_run_as_failed(action: str, ranks: tuple[str, ...]) -> None:
     """And is not restarted: from the same checkpoint it would come again."""
@@ -362,9 +351,6 @@ def test_a_divergence_ends_the_run_as_failed(action: str, ranks: tuple[str, ...]
         assert forgather("resume", "run") == 0
         assert [(info.step, info.healthy) for info in list_checkpoints(RUN)][-1] == (24, True)
         assert [r["step"] for r in tiny.metrics(RUN.root) if "grad_norm" in r] == [1, 4, 8, 12, 16, 20, 24]
-
-
-# ------------------------------------------------------------------------------------ streams, files and checkpoints
 
 
 class Shard(IterableDataset[dict[str, Tensor]]):

@@ -33,7 +33,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All that the tests read, and where what they tokenize is cached."""
     root = tmp_path_factory.mktemp("held out")
     with contextlib.chdir(root):
-        _write()
+        paired.write_corpus()
+        Path("some.txt").write_text("Some words to train on. " * 40)
+        Path("some.jsonl").write_text("".join(f'{{"text": "{"word " * 40}{n}"}}\n' for n in range(20)))
+        for name in ("empty.txt", "empty.jsonl"):
+            Path(name).touch()
+        Path("bad.jsonl").write_text('{"text": null}\n{"txt": "a"}\n')
+        np.full(400, 97, np.uint16).tofile("a.bin")
+        chats.write_chats(Path("one.jsonl"), 1)
+        chats.write_chats(Path("chats.jsonl"), 8)
+        turns = [{"role": "user", "content": "a" * 400}, {"role": "assistant", "content": "b"}]
+        chats.write_lines(Path("long.jsonl"), [{"messages": turns}])
     return root
 
 
@@ -45,33 +55,17 @@ def _here(folder: Path, one_thread: None, monkeypatch: pytest.MonkeyPatch) -> It
     shutil.rmtree("run", ignore_errors=True)
 
 
-def _write() -> None:
-    paired.write_corpus()
-    Path("some.txt").write_text("Some words to train on. " * 40)
-    Path("some.jsonl").write_text("".join(f'{{"text": "{"word " * 40}{n}"}}\n' for n in range(20)))
-    for name in ("empty.txt", "empty.jsonl"):
-        Path(name).touch()
-    Path("bad.jsonl").write_text('{"text": null}\n{"txt": "a"}\n')
-    np.full(400, 97, np.uint16).tofile("a.bin")
-    chats.write_chats(Path("one.jsonl"), 1)
-    chats.write_chats(Path("chats.jsonl"), 8)
-    chats.write_lines(Path("long.jsonl"), [{"messages": [{"role": "user", "content": "a" * 400}, *_ANSWER]}])
-
-
-_ANSWER = [{"role": "assistant", "content": "b"}]
 TEXT = "data=text files=[some.txt] seq_len=16"
 CHATS = "data=instruct chat_template=chatml files=[chats.jsonl] seq_len=256"
-OWN = "data._target_=test_held_out.own"
+OWN, PAIRED = "data._target_=test_held_out.own", "model=qwen3_encdec hidden_size=32"
 REFUSED = {
     f"{TEXT} eval_files=[empty.txt]": "data.eval_files",
     "data=text files=[some.jsonl] eval_files=[bad.jsonl] on_bad_row=skip": "data.eval_files",
     "data=tokens seq_len=16 files=[a.bin] eval_fraction=0.0001": "data.eval_fraction",
     f"{CHATS} files=[one.jsonl] eval_on_start=true": "eval_on_start",
     f"{CHATS} eval_files=[long.jsonl] too_long=drop": "data.eval_files",
-    "model=qwen3_encdec hidden_size=32 data=seq2seq files=[pairs.jsonl] eval_files=[empty.jsonl]": "data.eval_files",
-    "model=qwen3_encdec hidden_size=32 data=ul2 source=text files=[corpus/*.txt] eval_files=[empty.txt]": (
-        "data.eval_files"
-    ),
+    f"{PAIRED} data=seq2seq files=[pairs.jsonl] eval_files=[empty.jsonl]": "data.eval_files",
+    f"{PAIRED} data=ul2 source=text files=[corpus/*.txt] eval_files=[empty.txt]": "data.eval_files",
     "data=hf data_files=[some.jsonl] eval_files=[empty.jsonl]": "data.eval_files",
     "data=hf data_files=[some.jsonl] eval_files=[empty.jsonl] streaming=true": "data.eval_files",
     f"{OWN} eval_on_save=true save_strategy=steps": "eval_on_save",

@@ -12,10 +12,7 @@ import pytest
 from forgather_cli.checkpoint.files import new_directory
 from forgather_cli.errors import ModelError, SetupError
 
-
-@pytest.fixture(autouse=True)
-def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("own_directory")
 
 
 def names() -> list[str]:

@@ -130,11 +130,6 @@ def composed(part: str) -> Config:
     return load_config(None, words(part)).config
 
 
-def test_a_model_without_room_is_told_as_one_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    assert forgather("train", *words("model", "memory")) == 2
-    assert "error: model: out of memory" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", ["wide", "fixed"])
 def test_a_model_that_knows_more_tokens_than_its_data_say_trains(name: str) -> None:
     """The data say 50 tokens, and have one more. The fixed one is not asked how many it knows."""
@@ -171,7 +166,9 @@ def test_a_callback_that_breaks_in_an_event(capsys: pytest.CaptureFixture[str]) 
     assert re.search(r'File "(.+)"', below)[1] == users_parts.__file__  # type: ignore[index]
 
 
-def test_an_optimizer_without_a_learning_rate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_room_and_an_optimizer_without_a_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    assert forgather("train", *words("model", "memory")) == 2
+    assert "error: model: out of memory" in capsys.readouterr().err, "as one of ours"
     assert forgather("train", *words(), "optimizer=norate") == 2
     message = capsys.readouterr().err.partition("error: ")[2]
     assert message.startswith("optimizer: users_parts.NoRate (conf/optimizer/norate.yaml) ")
@@ -207,9 +204,6 @@ def test_on_the_stages_of_a_pipeline(part: str, fault: str, traceback: bool) -> 
     assert_told(text, part, "step 1", traceback=traceback)
 
 
-# ----------------------------------------------------------------------------------------------------- the Python API
-
-
 def made(**changes: Any) -> Trainer:
     quiet: dict[str, Any] = {"output_dir": "out", "max_steps": 3, "use_cpu": True, "disable_tqdm": True}
     args = TrainingArguments(**quiet, save_strategy="no", per_device_train_batch_size=2)
@@ -223,10 +217,7 @@ SCRIPTS: list[tuple[Callable[[], Trainer], str]] = [
     (lambda: made(train_dataset=Rows("label")), "train_dataset: Rows failed in step 1: .*label is 50"),
     (lambda: made(loss_fn=lambda logits, labels: logits.sum(-1)), r"loss_fn: .* failed in step 1: .*shape \(2, 16\)"),
     (lambda: made(optimizer_cls_and_kwargs=(Signs, {"fault": "step"})), f"optimizer: Signs failed in step 1: {OOPS}"),
-    (
-        lambda: made(optimizer_cls_and_kwargs=(Signs, {"fault": "constructor"})),
-        "optimizer_cls_and_kwargs: .*made",
-    ),
+    (lambda: made(optimizer_cls_and_kwargs=(Signs, {"fault": "constructor"})), "optimizer_cls_and_kwargs: .*made"),
     (lambda: made(optimizer_factory=lambda named: NoRate([{"params": [p for _, p in named]}])), "NoRate .*no lr"),
     (lambda: made(lr_scheduler_factory=lambda each: Halves(each, fault="step")), "lr_scheduler: Halves .*step 2"),
 ]
@@ -241,13 +232,12 @@ def test_of_a_script(script: Callable[[], Trainer], told: str) -> None:
     assert record is None or record.code == caught.value.exit_code == (1 if "step 2" in told else 2)
 
 
-def test_of_a_recipe_in_a_script() -> None:
+def test_of_a_recipe_in_a_script_and_of_a_mistyped_argument() -> None:
     for fault, when in (("constructor", "when it was made"), ("forward", "in step 1")):
         with pytest.raises(PartError, match=rf"^model: users_parts.Words \(conf/model/mine.yaml\) failed {when}"):
             compose(*words("model", fault)).train()
-
-
-# ------------------------------------------------------------------------------------------------- mistyped arguments
+    with pytest.raises(ConfigError, match=r"^optimizer_cls_and_kwargs.fualt: Signs takes no .*did you mean fault\?"):
+        made(optimizer_cls_and_kwargs=(Signs, {"fualt": "x"})).train()
 
 
 @pytest.mark.parametrize(
@@ -263,11 +253,6 @@ def test_of_a_recipe_in_a_script() -> None:
 def test_a_mistyped_argument(given: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert forgather("train", *words()[: len(WORDS)], "data=synthetic", *given) == 2
     assert re.match(f"error: {told}", capsys.readouterr().err)
-
-
-def test_a_mistyped_argument_of_a_script() -> None:
-    with pytest.raises(ConfigError, match=r"^optimizer_cls_and_kwargs.fualt: Signs takes no .*did you mean fault\?"):
-        made(optimizer_cls_and_kwargs=(Signs, {"fualt": "x"})).train()
 
 
 def test_an_error_of_ours_is_not_said_to_be_the_users(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,13 @@ What is expected is counted from the texts: a byte is a token, and each document
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
 import pytest
 import tiny
 import torch
+from chats import write_lines
 from program import forgather
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -31,12 +31,10 @@ BASE = [
 @pytest.fixture(autouse=True)
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = [json.dumps({"text": text}) for text in TEXTS]
-    Path("texts.jsonl").write_text("\n".join(lines) + "\n")
-    pairs = [json.dumps({"input": source, "target": target}) for source, target in TALKS]
-    Path("pairs.jsonl").write_text("\n".join(pairs) + "\n")
+    write_lines(Path("texts.jsonl"), [{"text": text} for text in TEXTS])
+    write_lines(Path("pairs.jsonl"), [{"input": source, "target": target} for source, target in TALKS])
     turns = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in TALKS]
-    Path("chats.jsonl").write_text("".join(json.dumps({"messages": talk}) + "\n" for talk in turns))
+    write_lines(Path("chats.jsonl"), [{"messages": talk} for talk in turns])
     Path("template.jinja").write_text(
         "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
         "{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -44,41 +42,27 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 WHOLE = sum(len(text) + 1 for text in TEXTS)
-SAID = sum(len(answer) for _, answer in TALKS)
+ASKED, SAID = (sum(map(len, each)) for each in zip(*TALKS, strict=True))
 READ = [f"data.{name}=[texts.jsonl]" for name in ("files", "eval_files")]
 TEXT = ["data=text", *READ, f"data.seq_len={SEQ_LEN}"]
 CHATS = [f"data.{name}=[chats.jsonl]" for name in ("files", "eval_files")]
-PAIRS = [f"data.{name}=[pairs.jsonl]" for name in ("files", "eval_files")]
+PAIRS = ["data=seq2seq", *(f"data.{name}=[pairs.jsonl]" for name in ("files", "eval_files"))]
 ENCODER_DECODER = [
     "model=qwen3_encdec", "hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2", "num_sentinel_tokens=16",
 ]  # fmt: skip
+OF_TEXTS = (WHOLE, WHOLE - len(TEXTS), WHOLE - 2 * len(TEXTS))
+OF_PAIRS = (ASKED + SAID + len(TALKS), SAID + len(TALKS), SAID)  # a target ends with a token
 # data: tokens and targets of an epoch, and the targets' bytes. A row's first token is no target, and each text is in a
 # row of its own or, where documents are isolated, loses its first one too
 SPLITS: dict[str, tuple[list[str], int, int, int]] = {
-    "pad": ([*TEXT, "data.packing=pad"], WHOLE, WHOLE - len(TEXTS), WHOLE - 2 * len(TEXTS)),
-    "best_fit": (
-        [*TEXT, "data.packing=best_fit", "data.isolate_documents=true"],
-        WHOLE, WHOLE - len(TEXTS), WHOLE - 2 * len(TEXTS),
-    ),
+    "pad": ([*TEXT, "data.packing=pad"], *OF_TEXTS),
+    "best_fit": ([*TEXT, "data.packing=best_fit", "data.isolate_documents=true"], *OF_TEXTS),
     "instruct": (
         ["data=instruct", *CHATS, "data.chat_template=template.jinja", "data.packing=pad", f"data.seq_len={SEQ_LEN}"],
-        sum(len(asked) + len(answer) for asked, answer in TALKS),
-        SAID,
-        SAID,
+        ASKED + SAID, SAID, SAID,
     ),
-    # a target ends with a token
-    "seq2seq": (
-        ["data=seq2seq", *PAIRS, *ENCODER_DECODER, "data.packing=pad"],
-        sum(len(asked) + len(answer) + 1 for asked, answer in TALKS),
-        SAID + len(TALKS),
-        SAID,
-    ),
-    "seq2seq packed": (
-        ["data=seq2seq", *PAIRS, *ENCODER_DECODER, "max_encoder_length=32", "max_decoder_length=32"],
-        sum(len(asked) + len(answer) + 1 for asked, answer in TALKS),
-        SAID + len(TALKS),
-        SAID,
-    ),
+    "seq2seq": ([*PAIRS, *ENCODER_DECODER, "data.packing=pad"], *OF_PAIRS),
+    "seq2seq packed": ([*PAIRS, *ENCODER_DECODER, "max_encoder_length=32", "max_decoder_length=32"], *OF_PAIRS),
 }  # fmt: skip
 
 
@@ -110,7 +94,7 @@ def _bytes(record: dict[str, float]) -> float:
 
 def test_a_token_has_the_bytes_of_its_text() -> None:
     texts = ["the cat, the hat", "naïve 🙂🙂 naïve 🙂🙂", "日本語の日本語 the"] * 4
-    Path("texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    write_lines(Path("texts.jsonl"), [{"text": text} for text in texts])
     assert forgather("train", *BASE, *TEXT, "data.packing=pad", "data.tokenizer=bpe", "data.bpe_vocab_size=300") == 0
     [file] = Path("cache").rglob("tokenizer.json")
     first = [Tokenizer.from_file(str(file)).encode(text).offsets[0][1] for text in texts]  # characters

@@ -107,15 +107,8 @@ def test_events_of_a_step_come_in_the_order_of_the_contract(tmp_path: Path) -> N
 
 def test_cadence_counts_absolute_steps(tmp_path: Path) -> None:
     events: list[tuple[str, int]] = []
-    args = arguments(
-        tmp_path,
-        max_steps=7,
-        logging_steps=3,
-        logging_first_step=True,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=5,
-    )
+    settings = {"logging_steps": 3, "logging_first_step": True, "eval_strategy": "steps", "eval_steps": 2}
+    args = arguments(tmp_path, max_steps=7, save_steps=5, **settings)
     fake(args, recorder(events), evaluated=tiny.RandomTokens(4)).train()
     assert steps_of(events, "on_log_step") == [1, 3, 6, 7, 7]  # 7: what was left, and the run's metrics
     assert steps_of(events, "on_evaluate") == [2, 4, 6]
@@ -230,15 +223,8 @@ def test_a_signal_discards_the_evaluation_in_progress(tmp_path: Path) -> None:
 
 def test_epochs(tmp_path: Path) -> None:
     events, shorter = list[tuple[str, int]](), list[tuple[str, int]]()
-    args = arguments(
-        tmp_path,
-        max_steps=-1,
-        num_train_epochs=2,
-        logging_strategy="epoch",
-        logging_steps=500,
-        eval_strategy="epoch",
-        save_strategy="epoch",
-    )
+    by_epoch = dict.fromkeys(("logging_strategy", "eval_strategy", "save_strategy"), "epoch")
+    args = arguments(tmp_path, max_steps=-1, num_train_epochs=2, logging_steps=500, **by_epoch)
     trainer = fake(args, recorder(events), data=tiny.RandomTokens(10), evaluated=tiny.RandomTokens(4))
     assert trainer.train().global_step == 6  # 10 samples in batches of 4, the last one smaller
     for event in ("on_epoch_end", "on_evaluate", "on_save"):
@@ -272,12 +258,8 @@ def test_the_best_whole_model_is_kept_loaded_and_named(
 
     changes = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "save_total_limit": limit}
     args = arguments(tmp_path, load_best_model_at_end=True, **changes)
-    trainer = fake(
-        args,
-        tiny.acts(on_step_end=note, on_save=spoil),
-        evaluated=tiny.RandomTokens(4),
-        strategy=FakeStrategy(losses=[5.0, 1.0, 3.0, 4.0]),
-    )
+    strategy, acts = FakeStrategy(losses=[5.0, 1.0, 3.0, 4.0]), tiny.acts(on_step_end=note, on_save=spoil)
+    trainer = fake(args, acts, evaluated=tiny.RandomTokens(4), strategy=strategy)
     trainer.train()
     assert trainer.state.best_global_step == 2
     assert trainer.run_dir.checkpoint_steps() == kept
@@ -331,16 +313,13 @@ def best_by(path: Path, metric: str, evaluated: Any, *callbacks: Any, load_best:
 
 
 def test_a_best_metric_that_an_evaluation_lacks_ends_the_run_there(tmp_path: Path) -> None:
-    assert best_by(tmp_path / "has", "accuracy", tiny.RandomTokens(4), accuracy(4)).state.best_metric == 0.5
+    data = tiny.RandomTokens(4)
+    assert best_by(tmp_path / "has", "accuracy", data, accuracy(4)).state.best_metric == 0.5
     with pytest.raises(ConfigError) as caught:
-        best_by(tmp_path / "lacks", "accuracy", tiny.RandomTokens(4), accuracy(1))
+        best_by(tmp_path / "lacks", "accuracy", data, accuracy(1))
     told = "metric_for_best_model: the evaluation at step 2 has no accuracy; set it to one that it has (eval_loss, "
     assert str(caught.value).startswith(told)
     assert str(caught.value).endswith("or load_best_model_at_end=false")
-
-
-def test_a_best_metric_that_no_evaluation_has_ends_the_run_at_the_first_one(tmp_path: Path) -> None:
-    data = tiny.RandomTokens(4)
     with pytest.raises(
         ConfigError, match=r"^metric_for_best_model: the evaluation at step 1 has no f1.*eval_loss"
     ) as e:

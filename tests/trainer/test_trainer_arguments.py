@@ -1,7 +1,10 @@
-"""What a Trainer from Python is refused for, and that its arguments are what they say: against plain PyTorch."""
+"""What a Trainer from Python is refused for, in a sentence before training: what a script gives in the wrong place, of
+the wrong kind or twice; and that its arguments are what they say: against plain PyTorch."""
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,34 +14,186 @@ import pytest
 import tiny
 import torch
 import torch.distributed as dist
+import transformers
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from forgather_cli import PipelineSettings, Trainer, TrainingArguments
+from forgather_cli import DDPSettings, FSDP2Settings, PipelineSettings, Trainer, TrainerCallback, TrainingArguments
 from forgather_cli.config.schema import GroupSettings
-from forgather_cli.errors import ConfigError
+from forgather_cli.errors import ConfigError, DataError, SetupError
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import check_supported
 from forgather_cli.strategies.build import build_strategy
 
-DATA = [tiny.RandomTokens(1, ragged=True)[0]] * 24  # one sample, so that the order is no matter
+DATA = tiny.RandomTokens()
 
 
-def make(arguments: dict[str, Any] | None = None, **given: Any) -> Trainer:
-    settings = {"max_steps": 2, "per_device_train_batch_size": 4, "save_strategy": "no", "use_cpu": True}
-    args = TrainingArguments("never-written", **{**settings, **(arguments or {})})
+def arguments(**changes: Any) -> TrainingArguments:
+    quiet = {"output_dir": "out", "max_steps": 2, "use_cpu": True, "disable_tqdm": True, "save_strategy": "no"}
+    return TrainingArguments(**{**quiet, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _here(own_directory: None) -> None: ...
+
+
+def made(changes: dict[str, Any] | None = None, **given: Any) -> Trainer:
     model = {} if "model_init" in given else {"model": tiny.decoder()}
-    return Trainer(args=args, train_dataset=DATA, **{**model, **given})
+    return Trainer(args=arguments(**(changes or {})), **{"train_dataset": DATA, **model, **given})
 
 
-def refusal(arguments: dict[str, Any] | None = None, **given: Any) -> list[str]:
+def refusal(changes: dict[str, Any] | None = None, **given: Any) -> list[str]:
     with pytest.raises(ConfigError) as refused:
-        make(arguments, **given)
+        made(changes, **given)
     return refused.value.problems
 
+
+MISPLACED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: TrainingArguments({"max_steps": 2}), r"output_dir: .*TrainingArguments\(\*\*"),  # type: ignore[arg-type]
+    (lambda: TrainingArguments(5), "output_dir: .*int"),  # type: ignore[arg-type]
+    (lambda: TrainingArguments("out", 5), "TrainingArguments: .*output_dir.*by name"),
+    (lambda: Trainer(arguments(), tiny.decoder()), "model: got a TrainingArguments.*model="),  # type: ignore[arg-type]
+    (lambda: Trainer("nano", arguments()), r"model: got a str.*nn\.Module.*compose"),  # type: ignore[arg-type]
+    (lambda: Trainer({"model": "nano"}, arguments()), r"model: got a dict.*nn\.Module"),  # type: ignore[arg-type]
+    (lambda: Trainer(nn.Linear, arguments()), "model: got the class Linear.*model_init"),  # type: ignore[arg-type]
+    (lambda: Trainer(None, arguments(), model_init=tiny.decoder()), "model_init: got a Decoder.*model="),
+    (lambda: Trainer(tiny.decoder(), "out"), r"args: got a str.*TrainingArguments\("),  # type: ignore[arg-type]
+    (lambda: Trainer(tiny.decoder(), DATA), "args: got a RandomTokens.*TrainingArguments"),  # type: ignore[arg-type]
+    (lambda: Trainer(tiny.decoder(), transformers.TrainingArguments("theirs")),  # type: ignore[arg-type]
+     "args: .*transformers.*from forgather_cli"),
+    (lambda: Trainer(tiny.decoder(), arguments(), DATA), "data_collator: got a RandomTokens.*train_dataset="),  # type: ignore[arg-type]
+    (lambda: Trainer(tiny.decoder(), arguments(), None, DATA, None, None, None, len), "Trainer: .*model_init.*by name"),
+    (lambda: made(tokenizer=object()), "tokenizer: .*processing_class"),
+    (lambda: made(compute_loss_func=len), r"compute_loss_func: .*loss_fn"),
+    (lambda: made(trian_dataset=DATA), "trian_dataset: .*train_dataset"),
+    (lambda: made(callbacks=TrainerCallback()), "callbacks: got a TrainerCallback.*list"),
+    (lambda: made(callbacks="wandb"), "callbacks: .*str"),
+    (lambda: made(optimizers=SGD([nn.Parameter(torch.zeros(1))], 1.0)), r"optimizers: got a SGD.*\(optimizer, "),
+    (lambda: made(optimizers=(None,)), r"optimizers: got .*\(optimizer, "),
+    (lambda: made(optimizer_cls_and_kwargs=SGD), r"optimizer_cls_and_kwargs: .*\(cls, "),
+    (lambda: made(optimizer_factory=3), "optimizer_factory: got a int.*function"),
+    (lambda: made(loss_fn="cross_entropy"), "loss_fn: got a str.*function"),
+    (lambda: made(train_dataset={"train": DATA}).train(), r"train_dataset: got a dict of train; give one dataset"),
+    (lambda: made(train_dataset="wikitext").train(), "train_dataset: got a str.*dataset"),
+    (lambda: made(eval_dataset={"a": DATA, "b": DATA}).evaluate(), r"eval_dataset: got a dict of a, b.*evaluate\("),
+    (lambda: made().evaluate("test.txt"), "eval_dataset: got a str"),
+    (lambda: made(strategy=7), "7; types: single"),
+    (lambda: made(train_dataset=None).train(), "train_dataset"),
+    (lambda: Trainer(), "model"),
+    (lambda: made(eval_dataset=DATA, compute_metrics=lambda told: 0.5).evaluate(), "compute_metrics"),
+    (lambda: made(eval_dataset=DATA, compute_metrics=len, preprocess_logits_for_metrics=lambda *both: both).evaluate(),
+     "preprocess_logits_for_metrics"),
+    (lambda: TrainingArguments("out", trainer="fsdp"), "trainer.*ddp.*fsdp2"),
+    (lambda: TrainingArguments("out", trainer={"type": "pipeline", "n_microbatch": 3}), r"trainer\.n_microbatch"),
+    (lambda: TrainingArguments("out", learning_rte=1e-3), "learning_rate"),
+    (lambda: TrainingArguments("out", max_steps="many"), "max_steps.*'many'"),  # type: ignore[arg-type]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("act", "said"), MISPLACED)
+def test_what_is_misplaced_says_what_to_write(act: Callable[[], Any], said: str) -> None:
+    with pytest.raises((ConfigError, DataError), match=said):
+        act()
+
+
+def test_the_defaults_of_hugging_face_s_trainer_are_accepted() -> None:
+    given: dict[str, Any] = dict.fromkeys(("callbacks", "optimizers", "optimizer_cls_and_kwargs", "compute_metrics"))
+    Trainer(tiny.decoder(), arguments(), None, DATA, None, None, None, **given)
+    assert str(TrainingArguments(Path("somewhere")).output_dir) == "somewhere"
+
+
+class Labelled(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __init__(self, labels: Any, name: str = "labels") -> None:
+        self._labels, self._name = labels, name
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, n: int) -> dict[str, Any]:
+        return {"input_ids": DATA.tokens[n], self._name: self._labels}
+
+
+LABELS = {
+    "of the sequence": (1, r"\(8,\)"),
+    "of the sequence, in a column": (torch.tensor([1]), r"\(8, 1\)"),
+    "of another length": (torch.tensor([1, 2, 3]), r"\(8, 3\)"),
+    "several of a token": (torch.ones(16, 3, dtype=torch.int64), r"\(8, 16, 3\)"),
+    "not whole numbers": (torch.ones(16), "float32"),
+}
+
+
+@pytest.mark.parametrize(("labels", "got"), LABELS.values(), ids=LABELS)
+def test_labels_that_are_not_per_token_are_said_at_the_first_batch(labels: Any, got: str) -> None:
+    begun: list[int] = []
+    notes = tiny.acts(on_step_begin=lambda state, *_, **kwargs: begun.append(state.global_step))
+    for data in (Labelled(labels), tiny.stream(Labelled(labels, "label"))):
+        with pytest.raises(DataError, match=rf"train_dataset: labels .*{got}.*(expected|must)") as refused:
+            made(train_dataset=data, callbacks=[notes]).train()
+        assert "\n" not in str(refused.value)
+        with pytest.raises(DataError, match=rf"eval_dataset: labels .*{got}.*(expected|must)"):
+            made(train_dataset=None, eval_dataset=data).evaluate()
+    assert begun == []
+    assert not Path("out").exists()  # put back as it was found, as after other mistakes
+
+
+@pytest.mark.parametrize("trainer", ["ddp", "fsdp2", DDPSettings(), FSDP2Settings()])
+def test_a_strategy_of_several_ranks_in_a_process_that_nobody_started_as_one(
+    trainer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"trainer: .*torchrun"):
+        made({"trainer": trainer})
+    with pytest.raises(ConfigError, match=r"strategy: .*torchrun"):
+        made(strategy=trainer)
+    for name, value in (("WORLD_SIZE", "1"), ("RANK", "0")):  # torchrun --nproc_per_node=1
+        monkeypatch.setenv(name, value)
+    assert made({"trainer": trainer}).strategy.data_size == 1
+    if dist.is_initialized():  # fsdp2's, of this rank
+        dist.destroy_process_group()
+
+
+def with_strategy(rank_and_size: list[tuple[int, int]]) -> str:
+    """What is said of a strategy of the user's, which tells (data_rank, data_size) by rank."""
+    given = build_strategy(TrainingArguments("x", use_cpu=True))
+    rank = int(os.environ["RANK"])
+    given.data_rank, given.data_size = rank_and_size[rank]
+    return "; ".join(refusal(strategy=given))
+
+
+@pytest.mark.parametrize("shares", [[(0, 1), (0, 1)], [(0, 4), (1, 4)], [(0, 2), (0, 2)], [(0, 2), (2, 2)]])
+def test_a_strategy_whose_shares_of_the_data_do_not_make_the_world_is_refused(shares: list[tuple[int, int]]) -> None:
+    for said in run_ranks(2, with_strategy, shares):
+        assert "data_size" in said
+        assert "2 ranks" in said
+        assert "\n" not in said
+
+
+def test_two_trainers_of_one_process_do_not_write_one_directory() -> None:
+    said: list[str] = []
+
+    def second(state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 1:
+            thread = threading.Thread(target=train)
+            thread.start()
+            thread.join()
+
+    def train() -> None:
+        for root in ("out", "link"):
+            with pytest.raises(SetupError) as refused:
+                tiny.script(root, max_steps=2, overwrite_output_dir=True).train()
+            said.append(str(refused.value))
+
+    Path("link").symlink_to("out")
+    made(callbacks=[tiny.acts(on_step_end=second)]).train()
+    assert len(said) == 2
+    assert all("another job" in text and str(os.getpid()) in text for text in said)
+    assert [record["step"] for record in tiny.metrics(Path("out"))][-1] == 2  # the first one's, untouched
+    made({"overwrite_output_dir": True}).train()  # it was given back
+
+
+# ------------------------------------------------------------------------------------------------- rules of a recipe
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"fuse_optim_with_backward": True}, ("fuse_optim_with_backward", "max_grad_norm=1", "max_grad_norm=None")),
@@ -49,6 +204,7 @@ REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"load_best_model_at_end": True, "save_strategy": "steps"}, ("load_best_model_at_end", 'eval_strategy="steps"')),
     ({"activation_memory_budget": 0.5}, ("activation_memory_budget", "torch_compile=True")),
     ({"trainer": "pipeline"}, ("trainer", "torchrun")),
+    ({"fsdp": "full_shard"}, ("fsdp: ", "torchrun")),
     ({"trainer": {"type": "fsdp2", "param_dtype": "fp16"}}, ("param_dtype", 'precision="fp16"')),
     ({"global_batch_size": 7, "gradient_accumulation_steps": 2}, ("gradient_accumulation_steps", "global_batch_size")),
     ({"nproc_per_node": 2}, ("nproc_per_node", "torchrun")),
@@ -87,14 +243,22 @@ ON_TWO_RANKS: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-def test_rules_of_several_ranks() -> None:
-    for found in run_ranks(2, refused_on_two_ranks):
+def test_rules_of_several_ranks_and_a_checkpointing_function_gets_a_stage_after_it_is_cut() -> None:
+    for found, layers in run_ranks(2, on_two_ranks):
         for problems, (_, _, words) in zip(found, ON_TWO_RANKS, strict=True):
             assert any(all(word in problem for word in words) for problem in problems), problems
+        assert layers == [1]
 
 
-def refused_on_two_ranks() -> list[list[str]]:
-    return [refusal(arguments, **given) for arguments, given, _ in ON_TWO_RANKS]
+def on_two_ranks() -> tuple[list[list[str]], list[int]]:
+    """What is refused, and how many layers a checkpointing function got."""
+    layers: list[int] = []
+    made(
+        {"gradient_checkpointing": True, "trainer": "pipeline"},
+        model_init=tiny.decoder,
+        enable_activation_checkpoint_fn=lambda model: layers.append(len(model.model.layers)),
+    )
+    return [refusal(arguments, **given) for arguments, given, _ in ON_TWO_RANKS], layers
 
 
 def test_arguments_that_exclude_each_other() -> None:
@@ -122,11 +286,14 @@ def test_arguments_that_exclude_each_other() -> None:
         ({}, {"optimizer_groups": {"a": {"regex": "("}}, "optimizer_factory": SGD}, "optimizer_groups.a.regex"),
     ]  # fmt: skip
     for arguments, given, name in cases:
-        problems = refusal(arguments, **{"model": model, **given} if "model_init" not in given else given)
+        problems = refusal(arguments, **({} if "model_init" in given else {"model": model}), **given)
         assert any(problem.startswith(name) for problem in problems), (arguments, given, problems)
 
 
 # ------------------------------------------------------------------------------------------- optimizers and schedulers
+
+
+ONE = [tiny.RandomTokens(1, ragged=True)[0]] * 24  # one sample, so that the order is no matter
 
 
 def norms_without_decay(named: list[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
@@ -146,7 +313,7 @@ GROUPS: dict[str, Any] = {
 def trained(path: Path | str, **given: Any) -> dict[str, Tensor]:
     """Whole weights after three steps of at most eight rows."""
     settings = {"max_steps": 3, "per_device_train_batch_size": 8, "max_grad_norm": None, **given}
-    trainer = tiny.script(path, settings.pop("model", None), DATA, **settings)
+    trainer = tiny.script(path, settings.pop("model", None), ONE, **settings)
     trainer.train()
     full = {n: getattr(p, "full_tensor", lambda p=p: p)() for n, p in trainer.model.named_parameters()}
     return {name: tensor.detach().clone() for name, tensor in full.items()}
@@ -155,7 +322,7 @@ def trained(path: Path | str, **given: Any) -> dict[str, Tensor]:
 def by_hand(factor: Callable[[int], float]) -> dict[str, Tensor]:
     """Three steps of plain SGD: norms at 0.05 without decay, the rest at 0.2 with 0.5."""
     model = tiny.decoder()
-    tokens, labels = (DATA[0][key][None] for key in ("input_ids", "labels"))
+    tokens, labels = (ONE[0][key][None] for key in ("input_ids", "labels"))
     for step in range(3):
         nn.functional.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
         with torch.no_grad():
@@ -176,16 +343,16 @@ def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         torch.testing.assert_close(weights[name], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize(
-    ("way", "groups"),
-    [
-        ("settings", "settings"),
-        ("settings", "function"),
-        ("factory", "dict"),
-        ("class", "function"),
-        ("object", "dict"),
-    ],
-)
+GIVEN = [
+    ("settings", "settings"),
+    ("settings", "function"),
+    ("factory", "dict"),
+    ("class", "function"),
+    ("object", "dict"),
+]
+
+
+@pytest.mark.parametrize(("way", "groups"), GIVEN)
 def test_groups_are_in_effect_with_every_way_to_give_an_optimizer(tmp_path: Path, way: str, groups: str) -> None:
     model = tiny.decoder()
     rates = {"learning_rate": 0.2, "weight_decay": 0.5}
@@ -202,7 +369,7 @@ def test_groups_are_in_effect_with_every_way_to_give_an_optimizer(tmp_path: Path
 
 def test_weight_decay_reaches_an_optimizer_class_without_norms_and_biases(tmp_path: Path) -> None:
     own = (AdamW, {"betas": (0.5, 0.6)})
-    trainer = tiny.script(tmp_path, None, DATA, max_steps=1, weight_decay=0.5, optimizer_cls_and_kwargs=own)
+    trainer = tiny.script(tmp_path, None, ONE, max_steps=1, weight_decay=0.5, optimizer_cls_and_kwargs=own)
     trainer.train()
     decays = {group["name"]: (group["weight_decay"], group["betas"]) for group in trainer.optimizer.param_groups}
     assert decays == {"no_decay": (0.0, (0.5, 0.6)), "default": (0.5, (0.5, 0.6))}
@@ -261,26 +428,9 @@ def test_a_function_of_the_user_s_checkpoints_activations(tmp_path: Path, return
     assert "enable_activation_checkpoint_fn" in problem
 
 
-# ------------------------------------------------------------------------------------------------------- several ranks
-
-
-def layers_given() -> list[int]:
-    layers: list[int] = []
-    make(
-        {"gradient_checkpointing": True, "trainer": "pipeline"},
-        model_init=tiny.decoder,
-        enable_activation_checkpoint_fn=lambda model: layers.append(len(model.model.layers)),
-    )
-    return layers
-
-
-def test_a_checkpointing_function_gets_a_stage_after_it_is_cut() -> None:
-    assert run_ranks(2, layers_given) == [[1], [1]]
-
-
 def fused_on_two_ranks(path: str) -> dict[str, Tensor]:
     ranks: list[int] = []  # a checkpointing function gets its own
-    make({"gradient_checkpointing": True}, enable_activation_checkpoint_fn=lambda rank, model: ranks.append(rank))
+    made({"gradient_checkpointing": True}, enable_activation_checkpoint_fn=lambda rank, model: ranks.append(rank))
     assert ranks == [dist.get_rank()]
     rates = {"optimizer": "sgd", "learning_rate": 0.2, "weight_decay": 0.5, "optimizer_groups": GROUPS["dict"]}
     return trained(path, **rates, strategy="fsdp2", per_device_train_batch_size=4, fuse_optim_with_backward=True)

@@ -1,4 +1,5 @@
-"""The Trainer on several real ranks: what they agree on, what they count together, what they save together."""
+"""The Trainer on several real ranks: what they agree on, what they count, save and write together; the text of
+``Trainer.generate``, which takes none of training's random numbers."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ from saving import damage, flip
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.data.loaders.collate import Counts, Step
+from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.run_dir import RunDir
@@ -28,15 +30,12 @@ from forgather_cli.trainer.step_sync import Agreed, StepSync, Sum
 LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("trainer=pipeline", "n_microbatches=2")}
 
 
-def trained(root: str, *overrides: str, **hooks: Any) -> dict[str, Any]:
+def trained(root: str, *overrides: str) -> dict[str, Any]:
     """A whole run in this rank; what it came to."""
-    run = Path(root)
-    trainer = tiny.train(
-        tiny.config(run, "nproc_per_node=2" if dist.is_initialized() else "seed=42", *overrides), RunDir(run), **hooks
-    )
+    ranks = "nproc_per_node=2" if dist.is_initialized() else "seed=42"
+    trainer = tiny.train(tiny.config(Path(root), ranks, *overrides), RunDir(Path(root)))
     return {
         "step": trainer.state.global_step,
-        "stopped_by": trainer.run.sync.signum,
         "history": trainer.state.log_history,
         "tokens": trainer.run.metrics.total_tokens,
         "samples": trainer.run.metrics.total_samples,
@@ -60,14 +59,13 @@ def test_ranks_count_and_log_together_what_one_rank_does(layout: str, tmp_path: 
     settings = ("logging_steps=2", "logging_first_step=false", "data.ragged=true", "eval_steps=4", "save_strategy=no")
     alone = single(*settings)
     ranks = run_ranks(2, trained, str(tmp_path / layout), *LAYOUTS[layout], *settings)
+    keys = ("loss", "grad_norm", "max_grad_norm", "eval_loss", "train_loss", "bits_per_byte", "eval_bits_per_byte")
     for result in ranks:
-        assert [result[key] for key in ("step", "tokens", "samples", "parameters")] == [
-            alone[key] for key in ("step", "tokens", "samples", "parameters")
-        ]
+        for key in ("step", "tokens", "samples", "parameters"):
+            assert result[key] == alone[key], key
         assert result["flops"] == pytest.approx(alone["flops"])
-        assert values(result, "tokens") == values(alone, "tokens")
-        assert values(result, "eval_tokens") == values(alone, "eval_tokens")
-        keys = ("loss", "grad_norm", "max_grad_norm", "eval_loss", "train_loss", "bits_per_byte", "eval_bits_per_byte")
+        for key in ("tokens", "eval_tokens"):
+            assert values(result, key) == values(alone, key)
         for key in keys:
             assert values(alone, key)
             assert values(result, key) == pytest.approx(values(alone, key), rel=1e-5), key
@@ -136,9 +134,6 @@ def test_ranks_that_train_by_themselves_resume_with_their_own_moments(tmp_path: 
     assert alone["step"] == 8  # with the mean of both
 
 
-# -------------------------------------------------------------------------------------------------- the Python surface
-
-
 def measured(root: str) -> dict[str, Any]:
     """Metrics of an evaluation, what ``compute_metrics`` was given for them, and what is predicted; saves the model."""
     told: list[Any] = []
@@ -151,7 +146,7 @@ def measured(root: str) -> dict[str, Any]:
 
     trainer = tiny.script(
         f"{root}/out", None, evaluated=tiny.RandomTokens(23, ragged=True), model_init=tiny.decoder,
-        compute_metrics=measures, per_device_eval_batch_size=3, include_for_metrics=["inputs", "loss"],
+        compute_metrics=measures, per_device_eval_batch_size=3, include_for_metrics=["inputs", "loss"], seed=-1,
     )  # fmt: skip
     metrics = trainer.evaluate()
     trainer.save_model(f"{root}/saved")
@@ -162,13 +157,16 @@ def measured(root: str) -> dict[str, Any]:
         "given": told[0],
         "predicted": (predicted.predictions, predicted.label_ids, predicted.metrics["test_loss"]),
         "strategy": trainer.strategy.name,
+        "seed": trainer.run.seed,
     }
 
 
 def test_evaluate_predict_and_save_model_on_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     one = measured(str(tmp_path / "one"))
     assert one["metrics"]["rows"] == 23
-    for two in run_ranks(2, measured, str(tmp_path / "two")):
+    ranks = run_ranks(2, measured, str(tmp_path / "two"))
+    assert ranks[0]["seed"] == ranks[1]["seed"] != one["seed"], "rank 0's, drawn"
+    for two in ranks:
         assert two["strategy"] == "ddp"
         assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-6)
         assert len(two["given"]) == len(one["given"]) == 4  # predictions, labels, inputs, losses
@@ -177,17 +175,6 @@ def test_evaluate_predict_and_save_model_on_two_ranks_are_those_of_one(tmp_path:
             np.testing.assert_allclose(mine, expected, atol=1e-6)
     weights = [(tmp_path / run / "saved" / "model.safetensors").read_bytes() for run in ("one", "two")]
     assert weights[0] == weights[1]
-
-
-def random_seed_of(root: str) -> int:
-    args = TrainingArguments(root, seed=-1, report_to="none", use_cpu=True)
-    return Trainer(model_init=tiny.decoder, args=args).run.seed
-
-
-def test_a_random_seed_is_that_of_rank_0_everywhere(tmp_path: Path) -> None:
-    seeds = run_ranks(2, random_seed_of, str(tmp_path))
-    assert seeds[0] == seeds[1]
-    assert seeds[0] != run_ranks(2, random_seed_of, str(tmp_path))[0]
 
 
 # ------------------------------------------------------------------------------------------------------- the step sync
@@ -309,22 +296,12 @@ def test_ranks_save_the_best_of_rank_0_together(tmp_path: Path) -> None:
         assert (found["saved"], found["best"][0]) == ([2, 4, 8, 9], 8)
 
 
-def diverging_seed(root: str) -> None:
-    config = tiny.config(
-        Path(root), "trainer=ddp", "nproc_per_node=2", "learning_rate=1e30", "max_grad_norm=null", "max_steps=40"
-    )
-    tiny.train(config, RunDir(Path(root)))
-
-
 def test_divergence_ends_all_ranks_at_one_step(tmp_path: Path) -> None:
     with pytest.raises(RankError) as caught:
-        run_ranks(2, diverging_seed, str(tmp_path))
+        run_ranks(2, trained, str(tmp_path), "trainer=ddp", "learning_rate=1e30", "max_grad_norm=null", "max_steps=40")
     first, second = caught.value.causes.values()
     assert type(first).__name__ == type(second).__name__ == "DivergenceError"
     assert str(first) == str(second)
-
-
-# ------------------------------------------------------------------------------------------------- data of each rank
 
 
 @pytest.mark.parametrize("epochs", [-1, 2])
@@ -348,3 +325,96 @@ def shards(root: str, epochs: int) -> list[tuple[list[float], int]]:
         losses = [record["loss"] for record in trainer.state.log_history if "grad_norm" in record]
         found.append((losses, trainer.state.global_step))
     return found
+
+
+IDS = [[5, 9, 200, 31], [7]]
+
+
+def written(root: str, *overrides: str) -> dict[str, Any]:
+    run = Path(root)
+    more = ("nproc_per_node=2",) if dist.is_initialized() else ()
+    trainer = tiny.train(tiny.config(run, "save_strategy=no", "eval_strategy=no", *more, *overrides), RunDir(run))
+    before = torch.get_rng_state()
+    found = {
+        "greedy": trainer.generate(IDS, max_new_tokens=12, temperature=0),
+        "drawn": trainer.generate(["def ", ""], max_new_tokens=12, temperature=1.5, top_p=0.9, seed=7),
+        "other seed": trainer.generate("def ", max_new_tokens=12, temperature=1.5, seed=8),
+        "tensor": trainer.generate(torch.tensor(IDS[0]), max_new_tokens=3, do_sample=False),
+    }
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(part.training for part in trainer.strategy.parts)
+    if not dist.is_initialized():
+        found["reference"] = [greedy(trainer.model, row, 12) for row in IDS]
+    return found
+
+
+def greedy(model: Any, row: list[int], count: int) -> list[int]:
+    """The likeliest token of the whole sequence, again and again, until the end token."""
+    model.eval()
+    ids = list(row)
+    for _ in range(count):
+        with torch.no_grad():
+            token = int(model(input_ids=torch.tensor([ids]))[0, -1].argmax())
+        if token == ByteTokenizer().eos_token_id:
+            break
+        ids.append(token)
+    return ids
+
+
+def test_every_strategy_writes_the_same_on_all_ranks(tmp_path: Path) -> None:
+    alone = written(str(tmp_path / "single"))
+    assert alone["greedy"] == alone.pop("reference")
+    assert alone["drawn"][0].startswith("def ")
+    assert alone["drawn"][0] != alone["other seed"]
+    assert alone["tensor"] == alone["greedy"][0][:7]
+    for layout, words in LAYOUTS.items():
+        first, second = run_ranks(2, written, str(tmp_path / layout), *words)
+        assert first == second, layout
+        assert first == alone, layout
+
+
+class Says(torch.nn.Module):
+    """Writes the bytes of a text one after another, whatever the prompt."""
+
+    def __init__(self, text: str, start: int) -> None:
+        super().__init__()
+        self.text, self.start, self.weight = text.encode(), start, torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        logits = torch.zeros(*input_ids.shape, 257)
+        logits[:, -1, (*self.text, 256)[input_ids.shape[1] - self.start]] = 9.0
+        return logits + self.weight
+
+
+def speaking(text: str, path: Path, start: int = 2, **given: Any) -> Trainer:
+    return Trainer(Says(text, start), TrainingArguments(str(path)), processing_class=ByteTokenizer(), **given)
+
+
+def test_texts_end_before_a_stop_and_at_the_end_token(tmp_path: Path) -> None:
+    assert speaking("one two.", tmp_path).generate("ab", temperature=0) == "abone two."
+    assert speaking("one two.", tmp_path).generate("ab", temperature=0, stop="tw") == "abone "
+    assert speaking("one two.", tmp_path).generate(["ab", "cd"], temperature=0, stop=["x", "e"]) == ["abon", "cdon"]
+    assert speaking("one", tmp_path).generate([1, 2], temperature=0) == [1, 2, *b"one"]
+    assert speaking("one", tmp_path).generate([]) == []
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"prompts": "ab", "top_kk": 3}, ("generate: top_kk", "top_k")),
+        ({"prompts": "ab", "generation_steps": 3}, ("generation_steps",)),
+        ({"prompts": 3}, ("prompts: got a int",)),
+        ({"prompts": [1, 999]}, ("prompts", "64 tokens", "999")),
+        ({"prompts": [[1], []]}, ("prompts", "[]")),
+        ({"prompts": [[1], "ab"]}, ("prompts",)),
+        ({"prompts": "ab", "tokenizer": None}, ("prompts", "processing_class")),
+        ({"prompts": [1], "stop": "x", "tokenizer": None}, ("stop", "processing_class")),
+    ],
+)
+def test_what_it_cannot_continue_is_named(tmp_path: Path, given: dict[str, Any], words: tuple[str, ...]) -> None:
+    tokenizer = given.pop("tokenizer", ByteTokenizer())
+    trainer = Trainer(tiny.decoder(), TrainingArguments(str(tmp_path)), processing_class=tokenizer)
+    with pytest.raises(ConfigError) as refused:
+        trainer.generate(**given)
+    assert all(word in str(refused.value) for word in words), str(refused.value)

@@ -1,4 +1,5 @@
-"""model=transformers: any causal language model of the library, trained as by hand and alike under every strategy."""
+"""model=transformers: any causal language model of the library, trained as by hand and alike under every strategy; its
+stages alone and in turn are the whole model."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ import shutil
 import sys
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import chats
 import pytest
+import tiny
 import torch
 import yaml
 from hf_models import CONFIGS, assert_as_by_hand, fresh, load_theirs, newest_model, train
@@ -17,7 +21,8 @@ from parity import LAYOUTS, Result, assert_near, assert_parity
 from torch import Tensor
 
 from forgather_cli.config.load import load_config
-from forgather_cli.config.schema import AdamWSettings, TransformersSettings
+from forgather_cli.config.pipeline_layout import stage_layout
+from forgather_cli.config.schema import AdamWSettings, PipelineSettings, TransformersSettings
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.inference.source import load_source
 from forgather_cli.loss import model_logits
@@ -26,22 +31,32 @@ from forgather_cli.models.cache import KVCache
 from forgather_cli.models.generate import generate
 from forgather_cli.models.hf.build import library
 from forgather_cli.models.hf.model import CausalLM
+from forgather_cli.models.hf.stages import decoder_stages
 from forgather_cli.models.init import allocate
+from forgather_cli.models.stages import hidden_size_of, num_layers_of, splitter_of, stage_of
+from forgather_cli.models.transform import numbered_blocks
 from forgather_cli.optim.groups import describe
-from forgather_cli.strategies.parallelize import blocks_to_shard
 from forgather_cli.trainer.metrics import Flops
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 V = 257
+FRESH = TransformersSettings(config={"model_type": "llama"})
 
 
-def model_of(option: TransformersSettings, *, vocab_size: int = V, seq_len: int = 16, seed: int = 7) -> CausalLM:
-    """Built on meta and filled, as in a run."""
+def on_meta(option: TransformersSettings) -> CausalLM:
     with torch.device("meta"):
-        model = build_model(option, vocab_size=vocab_size, seq_len=seq_len)
+        return build_model(option, vocab_size=V, seq_len=16)
+
+
+def filled(model: Any, option: TransformersSettings = FRESH, seed: int = 7) -> Any:
     allocate(model, "cpu")
     initialize(option, model, seed)
     return model.eval()
+
+
+def model_of(option: TransformersSettings, seed: int = 7) -> CausalLM:
+    """Built on meta and filled, as in a run."""
+    return filled(on_meta(option), option, seed)
 
 
 def settings_of(model_type: str, **settings: object) -> TransformersSettings:
@@ -138,13 +153,6 @@ def test_a_class_that_cannot_keep_documents_apart_is_refused() -> None:
         model_of(settings_of("opt"))(tokens(), document_ids=torch.zeros_like(tokens()))
 
 
-def test_layer_classes_of_fsdp2_are_looked_for_in_the_model_that_is_there() -> None:
-    model = model_of(settings_of("gpt2"))
-    assert len(blocks_to_shard(model, ["GPT2Block"])) == 2
-    with pytest.raises(ModelError, match=r"block_classes .* has no LlamaDecoderLayer; name its .* GPT2Block, or leave"):
-        blocks_to_shard(model, ["LlamaDecoderLayer"])
-
-
 def test_a_capped_head_is_refused_by_the_fused_loss() -> None:
     model = model_of(settings_of("gemma2"))
     with pytest.raises(ModelError, match=r"loss: Gemma2ForCausalLM does more to its logits .*; set loss=cross_entropy"):
@@ -154,9 +162,8 @@ def test_a_capped_head_is_refused_by_the_fused_loss() -> None:
 def test_first_values_depend_on_name_and_seed_alone() -> None:
     model, shorter = model_of(settings_of("gpt2")), model_of(settings_of("gpt2", n_layer=1))
     name = "transformer.h.0.attn.c_proj.weight"
-    assert model.get_parameter("transformer.h.0.mlp.c_fc.weight").equal(
-        shorter.get_parameter("transformer.h.0.mlp.c_fc.weight")
-    )
+    unscaled = "transformer.h.0.mlp.c_fc.weight"
+    assert model.get_parameter(unscaled).equal(shorter.get_parameter(unscaled))
     assert model.get_parameter(name).std().item() == pytest.approx(0.02 / 2, rel=0.1)  # 1 / sqrt(2 layers), the class's
     assert not model.get_parameter(name).equal(model_of(settings_of("gpt2"), seed=8).get_parameter(name))
 
@@ -183,9 +190,7 @@ def test_norms_and_embeddings_are_not_decayed() -> None:
     assert decayed == {"attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"}
 
 
-def test_what_transformers_saves_is_read_by_rows_or_by_transformers(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_saved_is_read_by_rows_or_by_transformers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for name, whole in (("gpt2", False), ("qwen3_moe", True)):
         theirs = model_of(settings_of(name)).theirs
         theirs.save_pretrained(tmp_path / name)
@@ -196,11 +201,9 @@ def test_what_transformers_saves_is_read_by_rows_or_by_transformers(
         torch.testing.assert_close(loaded(tokens()), theirs(tokens()).logits)
     theirs = model_of(settings_of("gpt2")).theirs
     theirs.transformer.save_pretrained(tmp_path / "base")  # without the prefix, as the files of OpenAI's are
-    config = json.loads((tmp_path / "gpt2/config.json").read_text())
-    (tmp_path / "base/config.json").write_text(json.dumps(config))
-    torch.testing.assert_close(
-        model_of(TransformersSettings(path=str(tmp_path / "base")))(tokens()), theirs(tokens()).logits
-    )
+    shutil.copy(tmp_path / "gpt2/config.json", tmp_path / "base")
+    loaded = model_of(TransformersSettings(path=str(tmp_path / "base")))
+    torch.testing.assert_close(loaded(tokens()), theirs(tokens()).logits)
 
 
 def test_runs_and_foreign_directories_are_sources(runs: dict[str, Result]) -> None:
@@ -261,3 +264,82 @@ def test_a_missing_package_says_what_to_install(runs: dict[str, Result], monkeyp
 def test_settings_that_contradict_each_other(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, ["model=transformers", *overrides])
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "qwen3": {"head_dim": 8},
+    "gemma2": {"head_dim": 8, "sliding_window": 4},
+    "olmo2": {},
+    "phi3": {"pad_token_id": 0},
+    "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+COMMON = {**chats.SHAPE, "num_hidden_layers": 3, "max_position_embeddings": 32}
+STAGES = stage_layout(PipelineSettings(schedule="1F1B"), 3, 3)
+
+
+def shaped(model_type: str, **changes: Any) -> CausalLM:
+    """On meta."""
+    config = {"model_type": model_type, **COMMON, **SHAPES.get(model_type, {}), **changes}
+    return on_meta(TransformersSettings(config=config))
+
+
+def in_turn(parts: list[CausalLM], x: Tensor, cache: KVCache | None = None, **inputs: Any) -> Tensor:
+    past = 0 if cache is None else cache.length
+    for part in parts:
+        if cache is not None:
+            cache.length = past
+        x = part(x, cache=cache, **inputs)
+    return x
+
+
+@pytest.mark.parametrize("model_type", SHAPES)
+def test_stages_in_turn_are_the_whole(model_type: str) -> None:
+    """With documents, with padding, and from a cache that each stage has by itself."""
+    whole = filled(shaped(model_type))
+    parts = [filled(stage_of(shaped(model_type), STAGES, index, decoder_stages)) for index in range(3)]
+    for part, stage in zip(parts, STAGES, strict=True):
+        assert [number for number, _ in numbered_blocks(part)] == [stage.first_layer]
+        for name, parameter in part.named_parameters():
+            assert torch.equal(parameter, whole.get_parameter(name)), name
+    x, documents = tokens(), torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
+    padding = torch.tensor([[0] * 3 + [1] * 13, [1] * 16])
+    with torch.no_grad():
+        torch.testing.assert_close(in_turn(parts, x), whole(x))
+        torch.testing.assert_close(in_turn(parts, x, document_ids=documents), whole(x, document_ids=documents))
+        cache, kept = KVCache(), KVCache()
+        for end in (10, 11, 12, 16):
+            seen, mask = x[:, cache.length : end], padding[:, :end]
+            torch.testing.assert_close(
+                in_turn(parts, seen, cache, attention_mask=mask), whole(seen, cache=kept, attention_mask=mask)
+            )
+        for each in (cache, kept):
+            each.select(torch.tensor([1, 1]))
+        torch.testing.assert_close(in_turn(parts, x[:, :1], cache), whole(x[:, :1], cache=kept))
+
+
+def test_a_model_of_a_script_is_cut_too() -> None:
+    theirs = tiny.llama(vocab_size=V, **COMMON).eval()
+    assert splitter_of(theirs, None) is decoder_stages
+    assert (num_layers_of(theirs), hidden_size_of(theirs)) == (3, 32)
+    with torch.no_grad():
+        first, second, last = (stage_of(theirs, STAGES, index, decoder_stages).eval() for index in range(3))
+        torch.testing.assert_close(last(second(first(tokens()))).logits, theirs(tokens()).logits)
+
+
+def test_a_class_of_another_shape_is_told_what_it_lacks() -> None:
+    with pytest.raises(ModelError, match=r"model_splitter"):
+        splitter_of(model_of(settings_of("gpt2")), None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [("granite", {"embedding_multiplier": 2.0}), ("nanochat", {}), ("longcat_flash", {"num_layers": 1})],
+)
+def test_a_class_that_does_more_than_run_its_layers_is_refused(model_type: str, changes: dict[str, Any]) -> None:
+    """A scale, a norm before the layers, layers of which each counts as two."""
+    model = shaped(model_type, **changes)
+    with pytest.raises(ModelError, match=r"ForCausalLM does more than run its 3 layers .*model_splitter"):
+        stage_of(model, STAGES, 0, splitter_of(model, None))
