@@ -124,9 +124,10 @@ def test_sampling_is_a_function_of_seed_and_step_and_leaves_training_s_generator
     texts, file = [], tmp_path / "samples.txt"
     for seed, step in ((1, 100), (2, 100), (2, 200)):
         torch.manual_seed(seed)
+        speaker = Speaker([], noise=0.99)
         before = torch.get_rng_state()
         callback = made(tmp_path, do_sample=True, top_k=0, temperature=5.0)
-        event(callback, "on_evaluate", Speaker([], noise=0.99), ByteTokenizer(), step=step)
+        event(callback, "on_evaluate", speaker, ByteTokenizer(), step=step)
         assert torch.equal(torch.get_rng_state(), before)
         texts.append(file.read_text().split("\n", 1)[1])
         file.unlink()
