@@ -215,24 +215,21 @@ def test_every_wrong_key_of_a_json_is_named_with_what_to_do(tmp_path: Path) -> N
     assert first.startswith("zero_optimization.offload_optimizer.device: needs zero_stage")
 
 
-WRONG_YAML: list[tuple[dict[str, Any], str]] = [
-    ({"zero_stage": 5}, "deepspeed_config.zero_stage: must be 0, 1, 2 or 3, got 5"),
-    ({"offload_param_device": "nvme"}, "deepspeed_config.offload_param_device: must be none or cpu"),
-    ({"zero_stag": 3}, "deepspeed_config.zero_stag: no such key; did you mean zero_stage"),
-    ({"deepspeed_moe_layer_cls_names": "Moe"}, "deepspeed_config.deepspeed_moe_layer_cls_names"),
-    ({"deepspeed_config_file": "none.json"}, "deepspeed_config.deepspeed_config_file: none.json: cannot be read"),
-    ({"deepspeed_config_file": "broken.json"}, "deepspeed_config.deepspeed_config_file: broken.json"),
-    ({"deepspeed_config_file": "list.json"}, "deepspeed_config.deepspeed_config_file: list.json: must"),
-    ({"deepspeed_config_file": "ds.json", "zero_stage": 2}, "zero_optimization.stage in ds.json: con"),
-]
-
-
 def test_a_file_that_says_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.json").write_text('{"zero_optimization": ')
     Path("list.json").write_text("[]")
     json_file(Path("ds.json"), optimizer=None, scheduler=None)
-    for changes, start in WRONG_YAML:
+    for changes, start in (
+        ({"zero_stage": 5}, "deepspeed_config.zero_stage: must be 0, 1, 2 or 3, got 5"),
+        ({"offload_param_device": "nvme"}, "deepspeed_config.offload_param_device: must be none or cpu"),
+        ({"zero_stag": 3}, "deepspeed_config.zero_stag: no such key; did you mean zero_stage"),
+        ({"deepspeed_moe_layer_cls_names": "Moe"}, "deepspeed_config.deepspeed_moe_layer_cls_names"),
+        ({"deepspeed_config_file": "none.json"}, "deepspeed_config.deepspeed_config_file: none.json: cannot be read"),
+        ({"deepspeed_config_file": "broken.json"}, "deepspeed_config.deepspeed_config_file: broken.json"),
+        ({"deepspeed_config_file": "list.json"}, "deepspeed_config.deepspeed_config_file: list.json: must"),
+        ({"deepspeed_config_file": "ds.json", "zero_stage": 2}, "zero_optimization.stage in ds.json: con"),
+    ):
         (found,) = wrong(yaml_file(tmp_path / "f.yaml", **changes))
         assert found.startswith(start), found
     for name, section in (("deepspeed_config", None), ("fsdp_config", {"fsdp_version": 2})):

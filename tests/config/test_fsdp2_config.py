@@ -99,18 +99,15 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
     assert config.precision == BF16Settings()
 
 
-STRATEGIES = {
-    "FULL_SHARD": (True, 1),
-    "SHARD_GRAD_OP": (False, 1),
-    "HYBRID_SHARD": (True, 2),
-    "HYBRID_SHARD_ZERO2": (False, 2),
-    1: (True, 1),
-    4: (True, 2),
-}
-
-
 def test_sharding_strategies(tmp_path: Path) -> None:
-    for named, meant in STRATEGIES.items():
+    for named, meant in {
+        "FULL_SHARD": (True, 1),
+        "SHARD_GRAD_OP": (False, 1),
+        "HYBRID_SHARD": (True, 2),
+        "HYBRID_SHARD_ZERO2": (False, 2),
+        1: (True, 1),
+        4: (True, 2),
+    }.items():
         fsdp = {"fsdp_sharding_strategy": named, "fsdp_reshard_after_forward": None}
         found = accelerate_settings(written(tmp_path / "f.yaml", fsdp), own_decoder=True).settings
         assert (found["trainer.reshard_after_forward"], found["trainer.replicate"]) == meant, named

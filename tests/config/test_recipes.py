@@ -55,24 +55,6 @@ def test_recipes_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 PATH, TEXTS = "model.path=/nowhere", ["data=text", "data.files=[a]"]
-WARNED = {
-    "default": ["model=pretrained", PATH],
-    "pretrain_60m": ["model=pretrained", PATH],
-    "from_scratch": [],  # a user's, with the rate of a shipped one
-    "from_train": [],  # with that of train.yaml
-    "qwen3_encdec_small": ["model.init_from=/nowhere"],
-}
-
-
-KNOWING = {
-    "finetune": [PATH],
-    "qat": [PATH],
-    "chat_finetune": [PATH, "data.files=[b]"],
-    "qwen3_encdec_ul2": ["model.init_from=/nowhere"],
-    "own_rate": [],
-    "own_finetune": [PATH],
-    "pretrain_60m": ["model=pretrained", PATH, "learning_rate=1e-4"],  # as typed
-}
 
 
 @pytest.fixture
@@ -108,7 +90,13 @@ def test_weights_without_a_recipe_are_fine_tuned_and_it_is_said(own: Path) -> No
 
 
 def test_settings_for_fresh_weights_are_warned_of_on_given_ones(own: Path) -> None:
-    for recipe, words in WARNED.items():
+    for recipe, words in {
+        "default": ["model=pretrained", PATH],
+        "pretrain_60m": ["model=pretrained", PATH],
+        "from_scratch": [],  # a user's, with the rate of a shipped one
+        "from_train": [],  # with that of train.yaml
+        "qwen3_encdec_small": ["model.init_from=/nowhere"],
+    }.items():
         found = load_config(recipe, words, cwd=own)
         [note] = found.notes
         assert note.startswith(f"warning: learning_rate={found.config.learning_rate} ")
@@ -122,7 +110,15 @@ def test_settings_for_fresh_weights_are_warned_of_on_given_ones(own: Path) -> No
 
 
 def test_a_rate_that_was_chosen_for_weights_is_not_warned_of(own: Path) -> None:
-    for recipe, words in KNOWING.items():
+    for recipe, words in {
+        "finetune": [PATH],
+        "qat": [PATH],
+        "chat_finetune": [PATH, "data.files=[b]"],
+        "qwen3_encdec_ul2": ["model.init_from=/nowhere"],
+        "own_rate": [],
+        "own_finetune": [PATH],
+        "pretrain_60m": ["model=pretrained", PATH, "learning_rate=1e-4"],  # as typed
+    }.items():
         assert load_config(recipe, words, cwd=own).notes == ()
 
 
