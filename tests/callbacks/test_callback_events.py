@@ -150,29 +150,21 @@ class Recorder(TrainerCallback):
         self.seen.append((self.tag, state.global_step, kwargs["model"]))
 
 
-def emit(callbacks: CallbackList, event: str, **kwargs: Any) -> None:
-    callbacks.emit(event, RunSettings(), TrainerState(global_step=3), TrainerControl(), **kwargs)
-
-
 def test_handlers_run_in_order_and_only_those_that_exist() -> None:
     seen: list[Any] = []
     callbacks = CallbackList([Recorder("a", seen), Recorder("b", seen)])
-    emit(callbacks, "on_step_end", model="m")
+    callbacks.emit("on_step_end", RunSettings(), TrainerState(global_step=3), TrainerControl(), model="m")
     assert seen == [("a", 3, "m"), ("b", 3, "m")]
     assert [event for event in EVENTS if callbacks.handlers[event]] == ["on_step_end"]
 
 
-class Named(TrainerCallback):
-    name = "mine"
-
-
-class Fixed(TrainerCallback):
-    @property
-    def name(self) -> str:
-        return "fixed"
-
-
 def test_a_callback_knows_its_name() -> None:
+    class Named(TrainerCallback):
+        name = "mine"
+
+    class Fixed(TrainerCallback):
+        name = property(lambda self: "fixed")
+
     first, second, custom, fixed = Recorder(), Recorder(), Named(), [Fixed(), Fixed()]
     assert (first.name, custom.name) == ("Recorder", "mine")
     callbacks = CallbackList([first, second, custom, ("config_name", Named()), *fixed])
@@ -207,10 +199,7 @@ def test_the_user_s_come_last(tmp_path: Path) -> None:
         (Target("no_such_module.Thing"), "cannot import no_such_module.Thing"),
         (Target("test_callback_events.Missing"), "module test_callback_events has no Missing"),
         (Target("Recorder"), "it names no module; write package.module.Recorder"),
-        (
-            Target("test_callback_events.Recorder", {"speed": 1}),
-            "takes no such argument; Arguments: tag, seen",
-        ),
+        (Target("test_callback_events.Recorder", {"speed": 1}), "takes no such argument; Arguments: tag, seen"),
     ],
 )
 def test_a_target_that_cannot_be_made_is_a_config_mistake(tmp_path: Path, target: Target, message: str) -> None:

@@ -58,13 +58,11 @@ class Seen(EveryEvent):
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory, and what the callback ``name`` of each rank told."""
+    """A run directory, what the callback ``name`` of each rank told, and the records by file at the end of training."""
 
     path: Path
     told: list[Any]
-
-    def records(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-        return tiny.metrics(self.path, file)
+    records: dict[str, list[dict[str, Any]]]
 
 
 def on_a_rank(config: Config, path: Path, home: Path, name: str) -> Any:
@@ -79,7 +77,8 @@ def train(strategy: str, path: Path, name: str, *overrides: str, callbacks: str 
     ranks, words = STRATEGIES[strategy]
     config = tiny.config(path, *words, *overrides, callbacks=callbacks)
     given = (config, path, path.with_name("home"), name)
-    return Run(path, [on_a_rank(*given)] if ranks == 1 else run_ranks(ranks, on_a_rank, *given))
+    told = [on_a_rank(*given)] if ranks == 1 else run_ranks(ranks, on_a_rank, *given)
+    return Run(path, told, {file.name: tiny.metrics(path, file.name) for file in path.glob("*.jsonl")})
 
 
 @pytest.fixture(scope="module")
@@ -105,19 +104,6 @@ def resumed(full: Callable[[str], Run]) -> Callable[[str], Run]:
     return of
 
 
-@pytest.fixture(scope="module")
-def before(full: Callable[[str], Run]) -> Callable[[str], dict[str, list[dict[str, Any]]]]:
-    """Records by file as the first 8 steps left them."""
-
-    @functools.cache
-    def of(strategy: str) -> dict[str, list[dict[str, Any]]]:
-        run = full(strategy)
-        return {file.name: run.records(file.name) for file in sorted(run.path.glob("*.jsonl"))}
-
-    return of
-
-
-Records = Callable[[str], dict[str, list[dict[str, Any]]]]
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 # ------------------------------------------------------------------------------------------------- what callbacks leave
@@ -125,10 +111,10 @@ each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 @each_strategy
 def test_every_callback_leaves_on_every_layout_what_it_leaves_on_one_device(
-    full: Callable[[str], Run], before: Records, strategy: str
+    full: Callable[[str], Run], strategy: str
 ) -> None:
     run, single, ranks = full(strategy), full("single"), STRATEGIES[strategy][0]
-    assert sorted(before(strategy)) == ["gradient_norms.jsonl", "metrics.jsonl", "parameter_norms.jsonl"]
+    assert sorted(run.records) == ["gradient_norms.jsonl", "metrics.jsonl", "parameter_norms.jsonl"]
     profiles = {f"rank-{rank}-steps-3-4.{end}" for rank in range(ranks) for end in ("trace.json", "txt")}
     assert profiles <= {file.name for file in (run.path / "profile").iterdir()}
     mine, theirs = ((each.path / "samples.txt").read_text() for each in (run, single))
@@ -146,10 +132,11 @@ def test_every_callback_leaves_on_every_layout_what_it_leaves_on_one_device(
         assert len([event for event in told["events"] if event[0] == "on_save"]) == 2
 
 
-def test_tensorboard_has_the_curves_of_the_records(full: Callable[[str], Run], before: Records) -> None:
-    events = tiny.tensorboard(full("pipeline").path / "tensorboard")
+def test_tensorboard_has_the_curves_of_the_records(full: Callable[[str], Run]) -> None:
+    run = full("pipeline")
+    events = tiny.tensorboard(run.path / "tensorboard")
     for tag, key in {"train/loss": "loss", "eval/loss": "eval_loss", "train/weight_norm": "weight_norm"}.items():
-        wanted = {record["step"]: record[key] for record in before("pipeline")["metrics.jsonl"] if key in record}
+        wanted = {record["step"]: record[key] for record in run.records["metrics.jsonl"] if key in record}
         shown = {event.step: event.value for event in events.Scalars(tag) if event.step <= 8}
         assert shown == pytest.approx(wanted, rel=1e-6)
     texts = {"config/text_summary", "training info/text_summary", "samples/1/text_summary"}
@@ -157,8 +144,8 @@ def test_tensorboard_has_the_curves_of_the_records(full: Callable[[str], Run], b
 
 
 @each_strategy
-def test_records_are_those_of_one_device(before: Records, strategy: str) -> None:
-    found, wanted = before(strategy)["metrics.jsonl"], before("single")["metrics.jsonl"]
+def test_records_are_those_of_one_device(full: Callable[[str], Run], strategy: str) -> None:
+    found, wanted = (full(each).records["metrics.jsonl"] for each in (strategy, "single"))
     assert [record["step"] for record in found] == [1, 2, 4, 4, 6, 8, 8, 8]
     for mine, theirs in zip(found, wanted, strict=True):
         assert without_ranks(mine) == without_ranks(theirs)
@@ -179,17 +166,16 @@ def without_ranks(record: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("strategy", ["single", "pipeline"])
 def test_a_resumed_run_goes_on_and_early_stopping_ends_it(
-    before: Records, resumed: Callable[[str], Run], strategy: str
+    full: Callable[[str], Run], resumed: Callable[[str], Run], strategy: str
 ) -> None:
-    old = before(strategy)  # read before anything is appended
-    run = resumed(strategy)
+    old, run = full(strategy).records, resumed(strategy)
     for told in run.told:
         assert told["events"][-1] == ("on_train_end", 12)
-    records = run.records()
+    records = run.records["metrics.jsonl"]
     assert records[: len(old["metrics.jsonl"]) - 1] == old["metrics.jsonl"][:-1]
     assert [record["step"] for record in records if "eval_loss" in record] == [4, 8, 12]
     for file in ("gradient_norms.jsonl", "parameter_norms.jsonl"):
-        assert [record["step"] for record in run.records(file)] == [4, 8, 12]
+        assert [record["step"] for record in run.records[file]] == [4, 8, 12]
     names = {file.name for file in (run.path / "profile").glob("*.txt")}
     assert names == {f"rank-{rank}-steps-{steps}.txt" for rank in range(len(run.told)) for steps in ("3-4", "11-12")}
     assert (run.path / "samples.txt").read_text().count("=== step ") == 3

@@ -26,22 +26,12 @@ LINE = re.compile(r"^peak memory of rank (\d+): (.+) resident$", re.MULTILINE)
 
 def trained(root: str, *overrides: str) -> tuple[str, list[int]]:
     """(standard output, resident bytes at most so far: before and after) of a run in this process."""
-    before = resident()
+    told = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())  # the kernel's word
+    before = int(told.group(1)) * 1024
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         tiny.train(tiny.config(Path(root), *SMALL, *overrides), RunDir(Path(root)))
     return said.getvalue(), [before, peak_memory(torch.device("cpu"))]  # VmHWM is set back at each log
-
-
-def resident() -> int:
-    """The kernel's word on this process, in bytes."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    return int(found.group(1)) * 1024
-
-
-def in_bytes(text: str) -> float:
-    number, unit = text.split()
-    return float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
 
 
 @pytest.mark.parametrize("layout", [("trainer=single",), ("trainer=pipeline", "n_microbatches=2")])
@@ -58,7 +48,8 @@ def test_every_rank_has_a_line_and_a_number_in_the_log(layout: tuple[str, ...], 
         # Linux counts pages on each processor and tells a sum that lacks up to some dozens of them, so a peak may fall
         peaks = [before, *logged, after]
         assert all(peak <= later + 2**20 for peak, later in itertools.pairwise(peaks))
-        assert 0.95 * before <= in_bytes(told) <= 1.05 * after
+        number, unit = told.split()
+        assert 0.95 * before <= float(number) * {"MiB": 2**20, "GiB": 2**30}[unit] <= 1.05 * after
     assert not any(f"peak_mem_rank_{len(ranks)}" in record for record in logs)
 
 

@@ -58,14 +58,8 @@ def event(
 ) -> None:
     callbacks = CallbackList()
     callbacks.add(callback, "textgen")
-    callbacks.emit(
-        name,
-        RunSettings(),
-        TrainerState(global_step=step, **state),
-        TrainerControl(),
-        processing_class=tokenizer,
-        trainer=trainer_of(strategy, None),
-    )
+    given = {"processing_class": tokenizer, "trainer": trainer_of(strategy, None)}
+    callbacks.emit(name, RunSettings(), TrainerState(global_step=step, **state), TrainerControl(), **given)
 
 
 def made(path: Path, prompts: Any = ("de",), add_text: Any = None, **settings: Any) -> TextgenCallback:
@@ -99,6 +93,9 @@ def test_prompts_are_padded_on_the_left_and_stop_early(tmp_path: Path) -> None:
     assert first["input_ids"].tolist() == [[EOS, EOS, 97], [98, 99, 100], [EOS, EOS, EOS]]
     assert first["attention_mask"].tolist() == [[0, 0, 1], [1, 1, 1], [0, 0, 1]]
     assert len(speaker.calls) == 3  # h, i, end: not max_new_tokens
+    without_ends = SimpleNamespace(encode=lambda text: [], eos_token_id=None, pad_token_id=None)
+    with pytest.raises(SetupError, match="an empty prompt needs a tokenizer with a bos or eos token"):
+        event(made(tmp_path, [""]), "on_train_begin", Speaker([]), without_ends)
 
 
 def test_cadence(tmp_path: Path) -> None:
@@ -123,23 +120,18 @@ def test_other_ranks_generate_and_write_nothing_and_modules_are_in_eval_mode_mea
     assert capsys.readouterr().out == ""
 
 
-def sampled(path: Path, step: int, strategy: Any) -> str:
-    callback = made(path, do_sample=True, top_k=0, temperature=5.0)
-    event(callback, "on_evaluate", strategy, ByteTokenizer(), step=step)
-    text = (path / "samples.txt").read_text()
-    (path / "samples.txt").unlink()
-    return text.split("\n", 1)[1]
-
-
 def test_sampling_is_a_function_of_seed_and_step_and_leaves_training_s_generator_alone(tmp_path: Path) -> None:
-    speaker = Speaker([], noise=0.99)
-    torch.manual_seed(1)
-    before = torch.get_rng_state()
-    first = sampled(tmp_path, 100, speaker)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.manual_seed(2)
-    assert sampled(tmp_path, 100, Speaker([], noise=0.99)) == first
-    assert sampled(tmp_path, 200, Speaker([], noise=0.99)) != first
+    texts, file = [], tmp_path / "samples.txt"
+    for seed, step in ((1, 100), (2, 100), (2, 200)):
+        torch.manual_seed(seed)
+        speaker = Speaker([], noise=0.99)
+        before = torch.get_rng_state()
+        callback = made(tmp_path, do_sample=True, top_k=0, temperature=5.0)
+        event(callback, "on_evaluate", speaker, ByteTokenizer(), step=step)
+        assert torch.equal(torch.get_rng_state(), before)
+        texts.append(file.read_text().split("\n", 1)[1])
+        file.unlink()
+    assert texts[0] == texts[1] != texts[2]
 
 
 def decoding(model: nn.Module) -> Any:
@@ -251,12 +243,6 @@ progress.on_train_end(None, TrainerState(), None)
     assert sample[:2] == ["sample 1 at step 100", "  │ de[/b]\N{REPLACEMENT CHARACTER}[2J"]
     assert "\n" + sample[1].removeprefix("  │ ") in (tmp_path / "samples.txt").read_text()
     assert "\x1b[2J" not in output
-
-
-def test_an_empty_prompt_needs_a_first_token(tmp_path: Path) -> None:
-    tokenizer = SimpleNamespace(encode=lambda text: [], eos_token_id=None, pad_token_id=None)
-    with pytest.raises(SetupError, match="an empty prompt needs a tokenizer with a bos or eos token"):
-        event(made(tmp_path, [""]), "on_train_begin", Speaker([]), tokenizer)
 
 
 def test_prompts_from_a_file(tmp_path: Path) -> None:

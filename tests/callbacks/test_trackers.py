@@ -248,23 +248,18 @@ def test_accelerate_s_logger_still_needs_a_partial_state() -> None:
     assert set(TRACKERS) <= set(LOGGER_TYPE_TO_CLASS), "the names are those of accelerate"
 
 
-@pytest.mark.parametrize(
-    ("name", "package", "install"),
-    [
+def test_a_package_that_is_missing_is_named_with_its_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, package, install in (
         ("wandb", "wandb", "pip install 'forgather[trackers]' or pip install wandb"),
         ("comet", "comet_ml", "pip install comet_ml"),
-    ],
-)
-def test_a_package_that_is_missing_is_named_with_its_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str, install: str
-) -> None:
-    (tmp_path / package).mkdir()  # as wandb leaves one in the working directory: a folder is no package
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(SetupError) as caught:
-        train(tmp_path / "run", f"+callbacks.trackers.names=[{name}]")
-    message = f"callbacks.trackers.names: the package {package} is missing; {install}, or leave it out"
-    assert str(caught.value) == message
-    assert not RunDir(tmp_path / "run").is_used()
+    ):
+        (tmp_path / package).mkdir()  # as wandb leaves one in the working directory: a folder is no package
+        with pytest.raises(SetupError) as caught:
+            train(tmp_path / "run", f"+callbacks.trackers.names=[{name}]")
+        message = f"callbacks.trackers.names: the package {package} is missing; {install}, or leave it out"
+        assert str(caught.value) == message
+        assert not RunDir(tmp_path / "run").is_used()
 
 
 @pytest.mark.parametrize(

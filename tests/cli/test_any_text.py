@@ -105,12 +105,11 @@ def test_a_name_in_other_bytes_is_one_message(words: tuple[str, ...], capfd: pyt
     assert "error: " in told
 
 
-def test_what_holds_such_a_name_can_be_read_again(tmp_path: Path) -> None:
+def test_what_holds_such_a_name_can_be_read_again() -> None:
     tree = {"directory": f"/{BYTES}/数"}
-    write_whole(tmp_path / "a", dump_tree(tree))
-    assert parse_yaml((tmp_path / "a").read_text(encoding="utf-8")) == tree
-    write_whole(tmp_path / "a", json.dumps(tree, ensure_ascii=False))
-    assert json.loads((tmp_path / "a").read_text(encoding="utf-8")) == tree
+    for text, read in ((dump_tree(tree), parse_yaml), (json.dumps(tree, ensure_ascii=False), json.loads)):
+        write_whole(Path("a"), text)
+        assert read(Path("a").read_text(encoding="utf-8")) == tree
 
 
 def test_a_run_in_a_directory_of_other_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,18 +130,15 @@ def trained(program: Program, run_of_two_steps: Path) -> Path:
 # ------------------------------------------------------------------------------------------------- config mistakes
 
 
-def test_a_model_that_cannot_fit_is_refused_before_it_is_built(program: Program) -> None:
+def test_a_model_that_cannot_fit_is_refused(program: Program) -> None:
     message = program.refuses("train", *TEXT, "num_hidden_layers=100000000")
     assert "model.num_hidden_layers=100000000" in message.partition(": ")[0]
     assert "GiB" in message
-
-
-@pytest.mark.parametrize("size", [10**10, 10**17])
-def test_a_model_of_transformers_that_cannot_fit(program: Program, size: int) -> None:
-    words = [word for word in TEXT if word != "model=nano"]
-    config = f"{{model_type: gpt2, n_layer: 1, n_embd: 8192, n_head: 2, vocab_size: {size}}}"
-    message = program.refuses("train", *words, "model=transformers", f"model.config={config}")
-    assert message.startswith("model: out of memory when its weights were made")
+    words = [*(word for word in TEXT if word != "model=nano"), "model=transformers"]
+    for size in (10**10, 10**17):
+        config = f"{{model_type: gpt2, n_layer: 1, n_embd: 8192, n_head: 2, vocab_size: {size}}}"
+        message = program.refuses("train", *words, f"model.config={config}")
+        assert message.startswith("model: out of memory when its weights were made")
 
 
 def test_a_best_metric_that_no_evaluation_has(program: Program) -> None:
@@ -171,10 +168,12 @@ def test_a_set_up_mistake_leaves_an_empty_directory_of_the_user_empty(program: P
 # ------------------------------------------------------------------------------------------------- the run directory
 
 
-def test_a_used_directory_names_both_remedies(program: Program, trained: Path) -> None:
+def test_a_used_directory_names_both_remedies_and_resume_takes_but_one(program: Program, trained: Path) -> None:
     said = program.refuses("train", *SYNTHETIC, "output_dir=trained")
     assert said.startswith("output_dir: trained already holds a run; resume it with forgather resume trained ")
     assert said.endswith("or delete it by overwrite_output_dir=true")
+    said = program.refuses("resume", "trained", "overwrite_output_dir=true")
+    assert said == "overwrite_output_dir: resume continues the run and deletes nothing; leave it out"
 
 
 def test_a_mistake_in_an_overwriting_run_costs_nothing(program: Program, trained: Path) -> None:
@@ -218,33 +217,22 @@ def test_a_run_whose_overwriting_was_killed_in_set_up_comes_back(
     assert contents() == before
 
 
-def test_resume_deletes_nothing_and_says_so(program: Program, trained: Path) -> None:
-    said = program.refuses("resume", "trained", "overwrite_output_dir=true")
-    assert said == "overwrite_output_dir: resume continues the run and deletes nothing; leave it out"
-
-
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def test_a_damaged_checkpoint_that_is_named(program: Program, trained: Path) -> None:
+def test_a_checkpoint_that_is_damaged_mistyped_or_not_named_at_all(program: Program, trained: Path) -> None:
+    def refused(typed: str) -> str:
+        return program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={typed}")
+
+    for typed in ("trained/checkpoints/step-2", "trained/step-00000002", "trained/checkpoint/step-2"):
+        said = f"resume_from_checkpoint: {typed}: no such checkpoint directory; trained has {STEP_1}, {STEP_2}"
+        assert refused(typed) == said
+    for typed in ("", "''", "' '"):
+        assert refused(typed).startswith("resume_from_checkpoint: is empty; name a checkpoint")
     damage(Path(STEP_2, WEIGHTS), flip(-1))
-    said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={STEP_2}")
-    assert said.startswith(
-        f"resume_from_checkpoint: {STEP_2}: is damaged: model/model.safetensors has other content than was written"
-    )
-    assert f"use {STEP_1}, the newest other" in said
-
-
-@pytest.mark.parametrize("typed", ["trained/checkpoints/step-2", "trained/step-00000002", "trained/checkpoint/step-2"])
-def test_a_mistyped_checkpoint_is_told_those_there_are(program: Program, trained: Path, typed: str) -> None:
-    said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={typed}")
-    assert said == (f"resume_from_checkpoint: {typed}: no such checkpoint directory; trained has {STEP_1}, {STEP_2}")
-
-
-@pytest.mark.parametrize("typed", ["", "''", "' '"])
-def test_an_empty_name_of_a_checkpoint_is_a_mistake(program: Program, typed: str) -> None:
-    said = program.refuses("train", *SYNTHETIC, f"resume_from_checkpoint={typed}")
-    assert said.startswith("resume_from_checkpoint: is empty; name a checkpoint")
+    said = f"resume_from_checkpoint: {STEP_2}: is damaged: model/model.safetensors has other content than was written"
+    assert refused(STEP_2).startswith(said)
+    assert f"use {STEP_1}, the newest other" in refused(STEP_2)
 
 
 def test_a_damaged_newest_one_is_passed_over_and_without_another_refused(program: Program, trained: Path) -> None:

@@ -206,19 +206,12 @@ def test_a_mistake_is_said_in_one_message(forgather: Forgather, words: str) -> N
     assert "Traceback" not in done.err
 
 
-def test_names_take_dashes_and_underscores(forgather: Forgather, tmp_path: Path) -> None:
-    write(tmp_path / "own/model/wide.yaml", "# Wide.\ndefaults: [decoder, _self_]\nhidden_size: 512\n")
-    for option in ("--config_dir", "--config-dir"):
-        shown = forgather("config", "show", option, "own", "model=wide", "--json")
-        assert shown.json()["model"]["hidden_size"] == 512
-
-
 def test_config_show_is_what_a_run_would_get(forgather: Forgather) -> None:
-    words = ["config", "show", "~callbacks", "++model.qk_norm=true", "max_steps=5"]
-    tree = yaml.safe_load(forgather(*words).out)
-    assert tree["callbacks"] == {}
-    assert tree["max_steps"] == 5
-    same = forgather(*words, "--json").json()
+    write("own/model/wide.yaml", "# Wide.\ndefaults: [decoder, _self_]\nhidden_size: 512\n")
+    words = ["config", "show", "~callbacks", "++model.qk_norm=true", "max_steps=5", "model=wide"]
+    tree = yaml.safe_load(forgather(*words, "--config-dir", "own").out)
+    assert (tree["callbacks"], tree["max_steps"], tree["model"]["hidden_size"]) == ({}, 5, 512)
+    same = forgather(*words, "--config_dir", "own", "--json").json()
     assert {**tree, "output_dir": ""} == {**same, "output_dir": ""}
 
 
@@ -260,15 +253,11 @@ def test_plan_counts_parameters_operations_and_bytes(forgather: Forgather) -> No
     assert (plan["precision"], plan["auto_because"]) == ("fp32", "")
 
 
-def test_plan_tells_what_auto_will_be(forgather: Forgather) -> None:
-    words = ["plan", *SMALL, "precision=auto", "max_steps=7"]
-    plan = forgather(*words, "--json").json()
-    assert re.search(
-        rf"^ *precision +{plan['precision']} \(auto: {re.escape(plan['auto_because'])}\)", forgather(*words).out, re.M
-    )
-
-
-def test_plan_of_other_optimizers_and_lengths(forgather: Forgather, tmp_path: Path) -> None:
+def test_plan_of_other_optimizers_precisions_and_lengths(forgather: Forgather, tmp_path: Path) -> None:
+    auto = ["plan", *SMALL, "precision=auto", "max_steps=7"]
+    plan = forgather(*auto, "--json").json()
+    told = rf"^ *precision +{plan['precision']} \(auto: {re.escape(plan['auto_because'])}\)"
+    assert re.search(told, forgather(*auto).out, re.MULTILINE)
     muon = forgather("plan", *SMALL, "max_steps=1", "optimizer=muon", "--params", "--json").json()
     kinds = {(row["kind"], row["optimizer"]) for row in muon["parameters"]}
     by_muon, by_adamw = ("attention", "mlp"), ("embedding", "head", "norm")
@@ -334,7 +323,7 @@ def test_checkpoint_verify_names_the_damaged_file(forgather: Forgather, trained:
     assert "it names no files" in alone.out
 
 
-def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Path) -> None:
+def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Path, tmp_path: Path) -> None:
     [summary] = forgather("logs", "summary", str(trained), "--json").json()
     records = [json.loads(line) for line in (trained / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
@@ -346,9 +335,7 @@ def test_logs_summary_is_what_the_metrics_say(forgather: Forgather, trained: Pat
     assert summary["seconds"] > 0
     both = forgather("logs", "summary", str(trained), str(trained)).out
     assert both.count(f"{losses[-1]:.4f}") >= 2
-
-
-def test_a_summary_of_a_torn_log(tmp_path: Path) -> None:
+    # of a log that is torn
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": null}\n{"step": 3, "lo')
     torn = summarize(RunDir(tmp_path))
     assert (torn.step, torn.first_loss, torn.last_loss, torn.state) == (2, 2.0, 2.0, "cut")

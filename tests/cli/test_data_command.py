@@ -104,22 +104,19 @@ def test_a_page_holds_every_token_for_light_and_dark_and_nothing_of_another_addr
     assert set(re.findall(r"(--[\w-]+):", light)) == set(re.findall(r"(--[\w-]+):", dark.split("}")[0]))
 
 
-MISTAKES = {
-    "--sample 99999": "--sample",
-    "--sample 0 --from chats.jsonl:1": "--from",
-    "--split evla": "eval",
-    "--from chat.jsonl:1": "chat.jsonl",
-    "--from chats.jsonl:99": "chats.jsonl:99",
-    "--split eval data.eval_fraction=0": "eval_fraction",
-    "--html nowhere/page.html": "--html",
-    "--html page.html --json": "--json",
-    "data.filez=[a]": "data.files",
-    "data.files=[none.jsonl]": "none.jsonl",
-}
-
-
 def test_a_mistake_is_one_line_that_names_it_and_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, named in MISTAKES.items():
+    for words, named in {
+        "--sample 99999": "--sample",
+        "--sample 0 --from chats.jsonl:1": "--from",
+        "--split evla": "eval",
+        "--from chat.jsonl:1": "chat.jsonl",
+        "--from chats.jsonl:99": "chats.jsonl:99",
+        "--split eval data.eval_fraction=0": "eval_fraction",
+        "--html nowhere/page.html": "--html",
+        "--html page.html --json": "--json",
+        "data.filez=[a]": "data.files",
+        "data.files=[none.jsonl]": "none.jsonl",
+    }.items():
         code, out, err = printed(capsys, "data", "show", *CHATS, *words.split())
         assert (code, out) == (2, ""), words
         [line] = [line for line in err.splitlines() if line.startswith("error")]

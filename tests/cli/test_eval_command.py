@@ -79,19 +79,6 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def launched(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, str, Path]]:
-    """(exit code, output, directory) of an evaluation that starts two ranks, and of one that is a mistake."""
-    jobs: dict[str, tuple[Process, Path]] = {}
-    for name, words in {"ddp": STRATEGIES["ddp"], "mistake": [*STRATEGIES["ddp"], "max_eval_samples=1"]}.items():
-        root = tmp_path_factory.mktemp(name)
-        (root / "tmp").mkdir()
-        output = ["--output", "report.json"]
-        job = Process("eval", str(run), *words, *output, cwd=root, env={"TMPDIR": str(root / "tmp")})
-        jobs[name] = job, root
-    return {name: (job.finish(), job.output, root) for name, (job, root) in jobs.items()}
-
-
 @pytest.fixture
 def evaluate(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     return partial(document, capsys, "eval")
@@ -177,17 +164,28 @@ def test_every_strategy_finds_the_same(strategy: str, run: Path, evaluate: Calla
         assert (found["trainer"], found["ranks"]) == (strategy, 2)
 
 
-def test_ranks_that_it_starts_find_the_same_and_leave_nothing(
-    run: Path, launched: dict[str, tuple[int, str, Path]], evaluate: Callable[..., Any]
+def test_ranks_that_it_starts_find_the_same_or_tell_a_mistake_once_and_leave_nothing(
+    run: Path, tmp_path: Path, evaluate: Callable[..., Any]
 ) -> None:
-    code, output, root = launched["ddp"]
-    assert code == 0, output
-    found, alone = json.loads((root / "report.json").read_text()), evaluate(str(run))
+    jobs, ends = {}, {"ddp": ([], 0), "mistake": (["max_eval_samples=1"], 2)}
+    for name, (words, _) in ends.items():
+        (tmp_path / name / "tmp").mkdir(parents=True)
+        words = [*STRATEGIES["ddp"], *words, "--output", "report.json"]
+        env = {"TMPDIR": str(tmp_path / name / "tmp")}
+        jobs[name] = Process("eval", str(run), *words, cwd=tmp_path / name, env=env)
+    for name, (_, code) in ends.items():
+        assert jobs[name].finish() == code, jobs[name].output
+        assert not list((tmp_path / name / "tmp").iterdir())
+    found, alone = json.loads((tmp_path / "ddp/report.json").read_text()), evaluate(str(run))
     assert found["eval_loss"] == pytest.approx(alone["eval_loss"], rel=1e-5)
     assert (found["trainer"], found["ranks"], found["eval_samples"]) == ("ddp", 2, alone["eval_samples"])
-    assert "bits per byte" in output
-    assert sorted(path.name for path in root.iterdir()) == ["report.json", "tmp"]
-    assert not list((root / "tmp").iterdir())
+    assert "bits per byte" in jobs["ddp"].output
+    assert sorted(path.name for path in (tmp_path / "ddp").iterdir()) == ["report.json", "tmp"]
+    told = jobs["mistake"].output
+    assert told.count("error: ") == 1, told
+    assert "raise max_eval_samples to 2 or more" in told
+    assert "Traceback" not in told
+    assert [path.name for path in (tmp_path / "mistake").iterdir()] == ["tmp"]
 
 
 def test_precision_and_a_fused_loss_are_settings_of_it(run: Path, evaluate: Callable[..., Any]) -> None:
@@ -286,16 +284,6 @@ def test_mistakes_are_one_message(
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert "eval: starts its ranks itself" in refused(str(run))
-
-
-def test_a_mistake_found_by_ranks_is_told_once_and_leaves_nothing(launched: dict[str, tuple[int, str, Path]]) -> None:
-    code, output, root = launched["mistake"]
-    assert code == 2, output
-    assert output.count("error: ") == 1, output
-    assert "raise max_eval_samples to 2 or more" in output
-    assert "Traceback" not in output
-    assert [path.name for path in root.iterdir()] == ["tmp"]
-    assert not list((root / "tmp").iterdir())
 
 
 def test_ctrl_c_ends_all_ranks_at_once(run: Path, tmp_path: Path) -> None:

@@ -77,22 +77,17 @@ def lines(result: Result) -> list[Any]:
 # ----------------------------------------------------------------------------------------------------- text as it comes
 
 
-@pytest.mark.parametrize("kind", ["bytes", "bpe"])
-def test_characters_come_when_they_are_whole(kind: str, tmp_path: Path) -> None:
-    tokenizer: Any = ByteTokenizer()
-    if kind == "bpe":
-        train_bpe(["def return class"], 270, tmp_path)
-        tokenizer = FileTokenizer(tmp_path)
+def test_characters_come_when_they_are_whole(tmp_path: Path) -> None:
+    train_bpe(["def return class"], 270, tmp_path)
     text = TEXT * 3  # longer than what is decoded at a time
-    following = Detokenizer(tokenizer, tokenizer.encode("日本"))
-    pieces = [following.add(token) for token in tokenizer.encode(text)]
-    assert "".join(pieces) == text
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
-    assert sum(bool(piece) for piece in pieces) > 50, "and not all at the end"
-    assert following.rest() == ""
-
-
-def test_what_never_becomes_a_character_comes_at_last() -> None:
+    for tokenizer in (ByteTokenizer(), FileTokenizer(tmp_path)):
+        following = Detokenizer(tokenizer, tokenizer.encode("日本"))
+        pieces = [following.add(token) for token in tokenizer.encode(text)]
+        assert "".join(pieces) == text
+        assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+        assert sum(bool(piece) for piece in pieces) > 50, "and not all at the end"
+        assert following.rest() == ""
+    # what never becomes one comes at last
     following, unknown = Detokenizer(ByteTokenizer()), "\N{REPLACEMENT CHARACTER}"
     assert [following.add(token) for token in (0xE6, 0x97, 0x41, 0xF0, 0x9F)] == ["", "", f"{unknown}A", "", ""]
     assert following.rest() == unknown
@@ -332,19 +327,14 @@ FILES = {
 }
 
 
-def test_options_that_contradict_each_other(say: Callable[..., Any]) -> None:
-    for words, problems in MISTAKES.items():
-        code, out, err = say("--prompt", "x", *words.split())
+def test_options_that_contradict_each_other_and_files_that_are_no_list_of_prompts(say: Callable[..., Any]) -> None:
+    cases = [(["--prompt", "x", *words.split()], problems) for words, problems in MISTAKES.items()]
+    for name, (content, problem) in FILES.items():
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        cases.append((["--prompts", name, "--output", "out.jsonl"], [problem]))
+    for words, problems in cases:
+        code, out, err = say(*words)
         assert (code, out) == (2, ""), words
         assert [problem for problem in problems if problem not in err] == []
         assert err.count("error") == 1
-
-
-def test_a_file_that_is_no_list_of_prompts(say: Callable[..., Any]) -> None:
-    for name, (content, problem) in FILES.items():
-        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        code, out, err = say("--prompts", name, "--output", "out.jsonl")
-        assert (code, out) == (2, ""), name
-        assert problem in err
-        assert err.count("error") == 1
-        assert not Path("out.jsonl").exists()
+    assert not Path("out.jsonl").exists()

@@ -47,28 +47,25 @@ def test_each_setting_that_is_a_path_expands_it() -> None:
     assert str in alternatives(FilePath)
 
 
-WORDS = {
-    "output_dir=~/x": lambda c: c.output_dir,
-    "logging_dir=~/x": lambda c: c.logging_dir,
-    "resume_from_checkpoint=~/x": lambda c: c.resume_from_checkpoint,
-    "data.tokenizer=~/x": lambda c: c.data.tokenizer,
-    "data=text files=[~/x,b]": lambda c: c.data.files[0],
-    "data=text 'files=[a,\"~/x\"]'": lambda c: c.data.files[1],
-    "data=instruct files=[a] chat_template=~/x": lambda c: c.data.chat_template,
-    "data=hf dataset=~/x": lambda c: c.data.dataset,
-    "model=pretrained model.path=~/x": lambda c: c.data.tokenizer,
-    "model=pretrained model.path=x adapter=lora from_adapter=~/x": lambda c: c.adapter.from_adapter,
-    "model=transformers model.config=~/x": lambda c: c.model.config,
-    "callbacks.textgen.prompts=~/x": lambda c: c.callbacks.textgen.prompts,
-    "++callbacks.profiler.output_dir=~/x": lambda c: c.callbacks.profiler.output_dir,
-    "'output_dir=~'": lambda c: f"{c.output_dir}/x",
-}
-
-
 def test_words_of_the_command_line_and_of_a_saved_config() -> None:
     home = Path("home/x").resolve()
     home.write_text("[a]\n")  # as a file of prompts
-    for words, setting in WORDS.items():
+    for words, setting in {
+        "output_dir=~/x": lambda c: c.output_dir,
+        "logging_dir=~/x": lambda c: c.logging_dir,
+        "resume_from_checkpoint=~/x": lambda c: c.resume_from_checkpoint,
+        "data.tokenizer=~/x": lambda c: c.data.tokenizer,
+        "data=text files=[~/x,b]": lambda c: c.data.files[0],
+        "data=text 'files=[a,\"~/x\"]'": lambda c: c.data.files[1],
+        "data=instruct files=[a] chat_template=~/x": lambda c: c.data.chat_template,
+        "data=hf dataset=~/x": lambda c: c.data.dataset,
+        "model=pretrained model.path=~/x": lambda c: c.data.tokenizer,
+        "model=pretrained model.path=x adapter=lora from_adapter=~/x": lambda c: c.adapter.from_adapter,
+        "model=transformers model.config=~/x": lambda c: c.model.config,
+        "callbacks.textgen.prompts=~/x": lambda c: c.callbacks.textgen.prompts,
+        "++callbacks.profiler.output_dir=~/x": lambda c: c.callbacks.profiler.output_dir,
+        "'output_dir=~'": lambda c: f"{c.output_dir}/x",
+    }.items():
         loaded = load_config(None, shlex.split(words))
         assert setting(loaded.config) == str(home)
         Path("config.yaml").write_text(dump_saved(loaded.tree).replace(str(home), "~/x"))

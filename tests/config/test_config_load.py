@@ -11,12 +11,7 @@ from forgather_cli import __version__
 from forgather_cli.cli.evaluate import config_to_evaluate
 from forgather_cli.config.decode import decode, dump_saved, dump_tree, load_saved, load_tree, to_tree
 from forgather_cli.config.load import load_config, load_resumed, reload_config
-from forgather_cli.config.schema import (
-    CosineSettings,
-    LinearSettings,
-    Target,
-    TextSettings,
-)
+from forgather_cli.config.schema import CosineSettings, LinearSettings, Target, TextSettings
 from forgather_cli.errors import ConfigError
 
 
@@ -42,19 +37,12 @@ def test_output_dir_is_named_by_recipe_and_time_and_seen_by_interpolations(tmp_p
 
 def test_saved_config_is_read_back_equal(tmp_path: Path) -> None:
     overrides = [
-        "optimizer=muon",
-        "eval_strategy=no",
-        "eval_on_start=true",
-        "resume_from_checkpoint=true",
-        "resume_components=[model,optimizer]",
-        "betas=[0.8,0.99]",
-        "rope_scaling={rope_type: yarn, factor: 4}",
-        "max_grad_norm=null",
-        "lr_scheduler.warmup_steps=0.05",
-        "+callbacks.early_stopping.patience=2",
+        "optimizer=muon", "eval_strategy=no", "eval_on_start=true", "resume_from_checkpoint=true",
+        "resume_components=[model,optimizer]", "betas=[0.8,0.99]", "rope_scaling={rope_type: yarn, factor: 4}",
+        "max_grad_norm=null", "lr_scheduler.warmup_steps=0.05", "+callbacks.early_stopping.patience=2",
         "++callbacks.mine={_target_: forgather_cli.callbacks.base.TrainerCallback}",
         "+optimizer.groups.head={regex: lm_head, optimizer: {type: sgd, momentum: 0.5}}",
-    ]
+    ]  # fmt: skip
     loaded = load_config(None, overrides, cwd=tmp_path)
     saved = write(tmp_path / "config.yaml", dump_tree(loaded.tree))
     assert load_saved(saved) == loaded.config
@@ -86,7 +74,7 @@ def test_yaml_readings_that_surprise(tmp_path: Path) -> None:
     assert config.model.hidden_size == 768
 
 
-def test_recipe_starts_from_another_and_its_bare_keys_lose_to_the_outer_ones(tmp_path: Path) -> None:
+def test_a_recipe_outranks_the_one_it_starts_from_and_option_files(tmp_path: Path) -> None:
     write(
         tmp_path / "recipes/base.yaml",
         "defaults: [train, {override trainer: pipeline}, _self_]\nn_microbatches: 8\nseq_len: 64\nseed: 1\n",
@@ -96,9 +84,7 @@ def test_recipe_starts_from_another_and_its_bare_keys_lose_to_the_outer_ones(tmp
     assert loaded.config.trainer.n_microbatches == 2
     assert loaded.tree["data"]["seq_len"] == 32
     assert loaded.config.seed == 2
-
-
-def test_recipe_outranks_option_files_wherever_self_stands(tmp_path: Path) -> None:
+    # a recipe outranks option files wherever _self_ stands
     write(tmp_path / "mine.yaml", "defaults: [_self_, train]\nmodel: {hidden_size: 128}\nmax_steps: 7\n")
     write(tmp_path / "seed/x.yaml", "a: 1\n")  # a directory beside it that is no group
     config = load_config("./mine.yaml", ["seed=3"], cwd=tmp_path).config
@@ -174,26 +160,21 @@ class TestResumed:
         loaded = load_config(None, ["model=nano", "warmup_steps=7", "callbacks=minimal"], cwd=tmp_path)
         return write(tmp_path / "run/config.yaml", dump_tree(loaded.tree))
 
-    def test_without_overrides_it_is_the_same_config(self, saved: Path) -> None:
+    def test_values_change_and_groups_are_replaced_whole(self, saved: Path) -> None:
         loaded = load_resumed(saved, [])
         assert loaded.config == load_saved(saved)
         assert (loaded.recipe, loaded.given) == ("default", frozenset())
-
-    def test_values_change_and_groups_are_replaced_whole(self, saved: Path) -> None:
         loaded = load_resumed(saved, ["max_steps=9", "trainer=pipeline", "n_microbatches=8", "lr_scheduler=cosine"])
         assert (loaded.config.max_steps, loaded.config.trainer.n_microbatches) == (9, 8)
         assert loaded.config.lr_scheduler == CosineSettings()
         assert loaded.config.model.hidden_size == 64
         assert loaded.config.callbacks.tensorboard is None
 
-    def test_mandatory_values_of_a_new_option_are_asked_for(self, saved: Path) -> None:
+    def test_what_an_option_requires_is_asked_for_and_a_damaged_config_named(self, saved: Path) -> None:
         with pytest.raises(ConfigError, match=r"data.files: required by data=text; set data.files=\[\.\.\.\]"):
             load_resumed(saved, ["data=text"])
-        assert load_resumed(saved, ["data=text", "files=[a.txt]"]).config.data == TextSettings(
-            files=["a.txt"], tokenizer="bpe"
-        )
-
-    def test_a_damaged_saved_config_is_named(self, saved: Path) -> None:
+        text = load_resumed(saved, ["data=text", "files=[a.txt]"]).config.data
+        assert text == TextSettings(files=["a.txt"], tokenizer="bpe")
         saved.write_text(saved.read_text().replace("hidden_size: 64", "hidden_size: wide"))
         with pytest.raises(ConfigError, match=r"config.yaml: model.hidden_size: must be a whole number, got 'wide'"):
             load_saved(saved)

@@ -42,8 +42,7 @@ ZERO3: dict[str, Any] = {
     "fsdp_config": {},
 }
 """ZeRO-3 with offload."""
-
-
+NO_OFFLOAD = {"offload_optimizer_device": "none", "offload_param_device": "none"}
 JSON: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
@@ -130,14 +129,11 @@ def test_the_command_line_outranks_the_file(tmp_path: Path) -> None:
     assert notes(found)["gradient_clipping: 0.5"] == "max_grad_norm=2, as the command line says"
 
 
-def test_stages(tmp_path: Path) -> None:
-    for stage in (2, 1):  # 3: above
+def test_other_stages(tmp_path: Path) -> None:
+    for stage in (2, 1):
         found = accelerate_settings(yaml_file(tmp_path / "f.yaml", zero_stage=stage), own_decoder=True).settings
         assert (found["trainer"], found["trainer.reshard_after_forward"]) == ("fsdp2", False)
-
-
-def test_stage_0_is_ddp(tmp_path: Path) -> None:
-    path = yaml_file(tmp_path / "f.yaml", zero_stage=0, offload_optimizer_device="none", offload_param_device="none")
+    path = yaml_file(tmp_path / "f.yaml", zero_stage=0, **NO_OFFLOAD)
     for words in ([], ["trainer=fsdp2"]):  # which the file cannot be named without
         found = loaded(path, *words)
         assert found.config.trainer == DDPSettings()
@@ -185,20 +181,20 @@ def test_other_optimizers_and_schedules(tmp_path: Path) -> None:
     for block, kind, remedy in (("optimizer", "Lamb", "optimizer=..."), ("scheduler", "OneCycle", "lr_scheduler=...")):
         (found,) = problems(json_file(tmp_path / "other.json", **{block: {"type": kind, "params": {"x": 1}}}))
         assert remedy in found
-
-
-def zero(**changes: Any) -> dict[str, Any]:
-    return {"zero_optimization": {**JSON["zero_optimization"], **changes}}
+    (found,) = problems(json_file(tmp_path / "ds.json", train_micro_batch_size_per_gpu="many"))
+    assert "per_device_train_batch_size" in found
+    assert "ds.json" in found
 
 
 def test_every_wrong_key_of_a_json_is_named_with_what_to_do(tmp_path: Path) -> None:
-    nvme = {"device": "nvme", "nvme_path": "/nvme"}
+    zero, nvme = JSON["zero_optimization"], {"device": "nvme", "nvme_path": "/nvme"}
+    wrong_zero = {"stage": 5, "offload_param": nvme, "overlap_com": True, "zero_hpz_partition_size": 8}
     optimizer = {"type": "AdamW", "params": {"lr": 0.1, "adam_w_mode": False}}
     scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2}}
     changes = {
-        **zero(stage=5, offload_param=nvme, overlap_com=True, zero_hpz_partition_size=8), "gradient_cliping": 1.0,
-        "fp16": {"enabled": True, "loss_scale": 128}, "bf16": {"enabled": True}, "wandb": {"enabled": True},
+        "zero_optimization": {**zero, **wrong_zero}, "gradient_cliping": 1.0, "wandb": {"enabled": True},
         "optimizer": optimizer, "scheduler": scheduler,
+        "fp16": {"enabled": True, "loss_scale": 128}, "bf16": {"enabled": True},
     }  # fmt: skip
     found = wrong(json_file(tmp_path / "ds.json", **changes))
     expected = [
@@ -215,27 +211,8 @@ def test_every_wrong_key_of_a_json_is_named_with_what_to_do(tmp_path: Path) -> N
         "wandb: nothing reads it",
     ]
     assert_begin(found, expected)
-    assert wrong(json_file(tmp_path / "ds.json", **zero(stage=0)))[0].startswith(
-        "zero_optimization.offload_optimizer.device: needs zero_stage"
-    )
-
-
-def test_values_of_the_wrong_kind_name_the_file(tmp_path: Path) -> None:
-    (found,) = problems(json_file(tmp_path / "ds.json", train_micro_batch_size_per_gpu="many"))
-    assert "per_device_train_batch_size" in found
-    assert "ds.json" in found
-
-
-WRONG_YAML: list[tuple[dict[str, Any], str]] = [
-    ({"zero_stage": 5}, "deepspeed_config.zero_stage: must be 0, 1, 2 or 3, got 5"),
-    ({"offload_param_device": "nvme"}, "deepspeed_config.offload_param_device: must be none or cpu"),
-    ({"zero_stag": 3}, "deepspeed_config.zero_stag: no such key; did you mean zero_stage"),
-    ({"deepspeed_moe_layer_cls_names": "Moe"}, "deepspeed_config.deepspeed_moe_layer_cls_names"),
-    ({"deepspeed_config_file": "none.json"}, "deepspeed_config.deepspeed_config_file: none.json: cannot be read"),
-    ({"deepspeed_config_file": "broken.json"}, "deepspeed_config.deepspeed_config_file: broken.json"),
-    ({"deepspeed_config_file": "list.json"}, "deepspeed_config.deepspeed_config_file: list.json: must"),
-    ({"deepspeed_config_file": "ds.json", "zero_stage": 2}, "zero_optimization.stage in ds.json: con"),
-]
+    first, *_ = wrong(json_file(tmp_path / "ds.json", zero_optimization={**zero, "stage": 0}))
+    assert first.startswith("zero_optimization.offload_optimizer.device: needs zero_stage")
 
 
 def test_a_file_that_says_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,12 +220,18 @@ def test_a_file_that_says_something_else(tmp_path: Path, monkeypatch: pytest.Mon
     Path("broken.json").write_text('{"zero_optimization": ')
     Path("list.json").write_text("[]")
     json_file(Path("ds.json"), optimizer=None, scheduler=None)
-    for changes, start in WRONG_YAML:
+    for changes, start in (
+        ({"zero_stage": 5}, "deepspeed_config.zero_stage: must be 0, 1, 2 or 3, got 5"),
+        ({"offload_param_device": "nvme"}, "deepspeed_config.offload_param_device: must be none or cpu"),
+        ({"zero_stag": 3}, "deepspeed_config.zero_stag: no such key; did you mean zero_stage"),
+        ({"deepspeed_moe_layer_cls_names": "Moe"}, "deepspeed_config.deepspeed_moe_layer_cls_names"),
+        ({"deepspeed_config_file": "none.json"}, "deepspeed_config.deepspeed_config_file: none.json: cannot be read"),
+        ({"deepspeed_config_file": "broken.json"}, "deepspeed_config.deepspeed_config_file: broken.json"),
+        ({"deepspeed_config_file": "list.json"}, "deepspeed_config.deepspeed_config_file: list.json: must"),
+        ({"deepspeed_config_file": "ds.json", "zero_stage": 2}, "zero_optimization.stage in ds.json: con"),
+    ):
         (found,) = wrong(yaml_file(tmp_path / "f.yaml", **changes))
         assert found.startswith(start), found
-
-
-def test_a_section_that_cannot_be(tmp_path: Path) -> None:
     for name, section in (("deepspeed_config", None), ("fsdp_config", {"fsdp_version": 2})):
         (tmp_path / "f.yaml").write_text(yaml.safe_dump({**ZERO3, name: section}))
         (found,) = wrong(tmp_path / "f.yaml")
@@ -275,9 +258,6 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pat
         return path
 
     return launched
-
-
-NO_OFFLOAD = {"offload_optimizer_device": "none", "offload_param_device": "none"}
 
 
 @pytest.mark.parametrize(

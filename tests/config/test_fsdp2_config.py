@@ -91,10 +91,7 @@ def test_a_file_says_what_it_says(tmp_path: Path) -> None:
     assert config.rdzv_endpoint == "10.0.0.1:29501"
     assert config.device == "auto"
     assert loaded(written(tmp_path / "half.yaml", mixed_precision="fp16")).config.precision == FP16Settings()
-
-
-def test_what_a_file_does_not_say_stays(tmp_path: Path) -> None:
-    path = tmp_path / "short.yaml"
+    # what it does not say stays
     path.write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
     config = loaded(path, "replicate=2", "gradient_checkpointing=true", "precision=bf16", "nproc_per_node=2").config
     assert config.trainer == FSDP2Settings(replicate=2, accelerate_config=str(path))
@@ -102,18 +99,15 @@ def test_what_a_file_does_not_say_stays(tmp_path: Path) -> None:
     assert config.precision == BF16Settings()
 
 
-STRATEGIES = {
-    "FULL_SHARD": (True, 1),
-    "SHARD_GRAD_OP": (False, 1),
-    "HYBRID_SHARD": (True, 2),
-    "HYBRID_SHARD_ZERO2": (False, 2),
-    1: (True, 1),
-    4: (True, 2),
-}
-
-
 def test_sharding_strategies(tmp_path: Path) -> None:
-    for named, meant in STRATEGIES.items():
+    for named, meant in {
+        "FULL_SHARD": (True, 1),
+        "SHARD_GRAD_OP": (False, 1),
+        "HYBRID_SHARD": (True, 2),
+        "HYBRID_SHARD_ZERO2": (False, 2),
+        1: (True, 1),
+        4: (True, 2),
+    }.items():
         fsdp = {"fsdp_sharding_strategy": named, "fsdp_reshard_after_forward": None}
         found = accelerate_settings(written(tmp_path / "f.yaml", fsdp), own_decoder=True).settings
         assert (found["trainer.reshard_after_forward"], found["trainer.replicate"]) == meant, named
@@ -293,10 +287,11 @@ def test_accelerate_launch_and_a_recipe_that_says_otherwise(launch: Callable[...
     launch()
     recipe = tmp_path / "mine.yaml"
     start = "# mine\ndefaults: [train, {override trainer: %s}, {override precision: fp16}, _self_]\n"
-    recipe.write_text(start % "fsdp2" + "trainer: {cpu_offload: false, reshard_after_forward: false}\n")
-    for trainer, paths in {"fsdp2": ["precision", "trainer.cpu_offload"], "ddp": ["precision", "trainer"]}.items():
-        if trainer == "ddp":
-            recipe.write_text(start % "ddp")
+    of_fsdp2 = "trainer: {cpu_offload: false, reshard_after_forward: false}\n"
+    for text, paths in (
+        (start % "fsdp2" + of_fsdp2, ["precision", "trainer.cpu_offload"]), (start % "ddp", ["precision", "trainer"]),
+    ):  # fmt: skip
+        recipe.write_text(text)
         with pytest.raises(ConfigError) as caught:
             load_config(str(recipe), [])
         assert sorted(problem.split(":")[0] for problem in caught.value.problems) == paths
@@ -349,11 +344,7 @@ def test_accumulation_of_accelerate_counts(launch: Callable[..., Path], monkeypa
 def test_accelerate_launch_starts_a_run_as_its_file_says(tmp_path: Path) -> None:
     """An encoder-decoder, by the names of its two kinds of layers, which accelerate hands on as a list's repr."""
     classes = ["Qwen3EncoderLayer", "Qwen3DecoderLayer"]
-    fsdp = {
-        "fsdp_offload_params": False,
-        "fsdp_reshard_after_forward": False,
-        "fsdp_transformer_layer_cls_to_wrap": classes,
-    }
+    fsdp = {"fsdp_offload_params": False, "fsdp_transformer_layer_cls_to_wrap": classes}
     path = written(tmp_path / "f.yaml", fsdp, **{**HERE, "main_process_port": None}, use_cpu=True)
     (tmp_path / "pairs.jsonl").write_text('{"input": "one two three", "target": "three two one"}\n' * 40)
     data = ["data=seq2seq", "data.files=[pairs.jsonl]", "max_encoder_length=16", "max_decoder_length=16"]

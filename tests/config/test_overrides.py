@@ -24,8 +24,6 @@ def tree(tmp_path: Path) -> Any:
     ("override", "path", "value"),
     [
         ("max_steps=7", "max_steps", 7),
-        ("seq_len=512", "data.seq_len", 512),
-        ("data.seq_len=512", "data.seq_len", 512),
         ("rope_scaling.rope_type=linear", "model.rope_scaling.rope_type", "linear"),
         ("rope_type=dynamic", "model.rope_scaling.rope_type", "dynamic"),
         ("warmup_steps=0.1", "lr_scheduler.warmup_steps", 0.1),
@@ -64,7 +62,7 @@ def test_removal(tree: Any) -> None:
     assert tree("callbacks.textgen=null")["callbacks"].get("textgen") is None
 
 
-def test_precedence_is_command_line_recipe_option_file(tree: Any, tmp_path: Path) -> None:
+def test_precedence_is_later_words_command_line_recipe_option_file(tree: Any, tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text(
         "defaults: [train, {override trainer: pipeline}, _self_]\nn_microbatches: 8\nmin_lr_ratio: ${max_grad_norm}\n"
@@ -78,11 +76,8 @@ def test_precedence_is_command_line_recipe_option_file(tree: Any, tmp_path: Path
     for typed in ("n_microbatches=4", "trainer.n_microbatches=4"):
         assert tree(typed, recipe="r.yaml")["trainer"]["n_microbatches"] == 4
     assert tree("trainer=single", "~n_microbatches", recipe="r.yaml")["trainer"] == {"type": "single"}
-
-
-def test_later_overrides_win_however_they_are_typed(tree: Any) -> None:
-    assert tree("seq_len=64", "data.seq_len=128")["data"]["seq_len"] == 128
-    assert tree("data.seq_len=64", "seq_len=128")["data"]["seq_len"] == 128
+    for later in (["seq_len=64", "data.seq_len=128"], ["data.seq_len=64", "seq_len=128"]):
+        assert tree(*later)["data"]["seq_len"] == 128
 
 
 def test_a_bare_key_prefers_the_selected_options(tree: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +109,7 @@ def test_completion(incomplete: str, words: list[str], offered: list[str]) -> No
     assert [text for text, _ in complete(incomplete, words)] == offered
 
 
-def test_descriptions_come_from_the_shipped_files() -> None:
+def test_completions_have_the_descriptions_of_the_shipped_files() -> None:
     assert "garbage collector" in dict(complete("gc_st", []))["gc_steps="]
     assert "Data parallel" in dict(complete("trainer=", []))["trainer=ddp"]
     assert complete("~callbacks.tens", [])[0][0] == "~callbacks.tensorboard"

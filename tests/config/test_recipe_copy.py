@@ -27,17 +27,14 @@ def test_a_copy_says_what_the_recipe_says() -> None:
     assert "forgather train elsewhere/mine.yaml" in copy("default", "elsewhere/mine.yaml")
 
 
-WRONG = {
-    "defualt a.yaml": "recipe defualt: no such recipe; did you mean default",
-    "default there.yaml": "there.yaml exists already; give another name",
-    "default recipes/default.yaml": "there is a recipe default already",
-    "default mine.txt": "a recipe is a .yaml file",
-}
-
-
 def test_mistakes() -> None:
     Path("there.yaml").write_text("max_steps: 1\n")
-    for words, said in WRONG.items():
+    for words, said in (
+        ("defualt a.yaml", "recipe defualt: no such recipe; did you mean default"),
+        ("default there.yaml", "there.yaml exists already; give another name"),
+        ("default recipes/default.yaml", "there is a recipe default already"),
+        ("default mine.txt", "a recipe is a .yaml file"),
+    ):
         with pytest.raises(ConfigError, match=said):
             copy(*words.split())
     assert Path("there.yaml").read_text() == "max_steps: 1\n"

@@ -55,24 +55,6 @@ def test_recipes_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 PATH, TEXTS = "model.path=/nowhere", ["data=text", "data.files=[a]"]
-WARNED = {
-    "default": ["model=pretrained", PATH],
-    "pretrain_60m": ["model=pretrained", PATH],
-    "from_scratch": [],  # a user's, with the rate of a shipped one
-    "from_train": [],  # with that of train.yaml
-    "qwen3_encdec_small": ["model.init_from=/nowhere"],
-}
-
-
-KNOWING = {
-    "finetune": [PATH],
-    "qat": [PATH],
-    "chat_finetune": [PATH, "data.files=[b]"],
-    "qwen3_encdec_ul2": ["model.init_from=/nowhere"],
-    "own_rate": [],
-    "own_finetune": [PATH],
-    "pretrain_60m": ["model=pretrained", PATH, "learning_rate=1e-4"],  # as typed
-}
 
 
 @pytest.fixture
@@ -102,35 +84,42 @@ def test_weights_without_a_recipe_are_fine_tuned_and_it_is_said(own: Path) -> No
         [note] = found.notes
         assert re.search(r"finetune\b.*model\.path=/nowhere", note)
     assert load_config(None, [*words, "learning_rate=1e-3", "optimizer=muon"], cwd=own).config.learning_rate == 1e-3
-
-
-def test_without_weights_the_default_recipe_is_taken(own: Path) -> None:
-    for words in ([], ["model=nano"], ["model=transformers", "model.config={model_type: gpt2}"]):
-        found = load_config(None, words, cwd=own)
+    for without in ([], ["model=nano"], ["model=transformers", "model.config={model_type: gpt2}"]):
+        found = load_config(None, without, cwd=own)
         assert (found.recipe, found.notes) == ("default", ())
 
 
 def test_settings_for_fresh_weights_are_warned_of_on_given_ones(own: Path) -> None:
-    for recipe, words in WARNED.items():
+    for recipe, words in {
+        "default": ["model=pretrained", PATH],
+        "pretrain_60m": ["model=pretrained", PATH],
+        "from_scratch": [],  # a user's, with the rate of a shipped one
+        "from_train": [],  # with that of train.yaml
+        "qwen3_encdec_small": ["model.init_from=/nowhere"],
+    }.items():
         found = load_config(recipe, words, cwd=own)
         [note] = found.notes
         assert note.startswith(f"warning: learning_rate={found.config.learning_rate} ")
         assert f"optimizer={found.config.optimizer.type}" in note
         assert "=/nowhere" in note
         assert "learning_rate=2e-05" in note
-
-
-def test_two_sides_without_a_recipe_are_warned_of(own: Path) -> None:
-    """The recipe finetune has sequences of one side."""
+    # two sides without a recipe: the recipe finetune has sequences of one side
     [note] = load_config(None, ["model=qwen3_encdec", "model.init_from=/nowhere", "data=ul2"], cwd=own).notes
     assert re.match(r"warning: learning_rate=0\.005 .*model\.init_from=/nowhere", note)
     assert "finetune" not in note
 
 
 def test_a_rate_that_was_chosen_for_weights_is_not_warned_of(own: Path) -> None:
-    assert {recipe: load_config(recipe, words, cwd=own).notes for recipe, words in KNOWING.items()} == dict.fromkeys(
-        KNOWING, ()
-    )
+    for recipe, words in {
+        "finetune": [PATH],
+        "qat": [PATH],
+        "chat_finetune": [PATH, "data.files=[b]"],
+        "qwen3_encdec_ul2": ["model.init_from=/nowhere"],
+        "own_rate": [],
+        "own_finetune": [PATH],
+        "pretrain_60m": ["model=pretrained", PATH, "learning_rate=1e-4"],  # as typed
+    }.items():
+        assert load_config(recipe, words, cwd=own).notes == ()
 
 
 @pytest.mark.parametrize(
@@ -155,15 +144,10 @@ def test_a_recipe_s_tokenizer_is_for_a_corpus_where_nothing_else_names_one(
     assert plain == ("bytes" if tokenizer == "bpe" else tokenizer)
 
 
-def test_the_size_of_a_bpe_beside_a_model_s_own_tokenizer_is_a_mistake_of_who_types_both() -> None:
+def test_the_size_of_a_bpe_that_is_not_trained_is_a_mistake_of_who_types_it_or_of_the_recipe(own: Path) -> None:
     with pytest.raises(ConfigError, match=r"^bpe_vocab_size: nothing reads it with tokenizer=/nowhere"):
         load_config("pretrain_60m", [*BASE, "bpe_vocab_size=300"])
-
-
-def test_a_recipe_s_size_of_a_bpe_that_it_does_not_train_is_its_mistake_whatever_else_is_typed(own: Path) -> None:
-    write(
-        own / "mine.yaml", "defaults:\n  - train\n  - override data: hf\n  - _self_\ndataset: a\nbpe_vocab_size: 300\n"
-    )
+    write(own / "mine.yaml", "defaults: [train, {override data: hf}, _self_]\ndataset: a\nbpe_vocab_size: 300\n")
     for words in ([], ["model=nano"], ["model.hidden_size=64"]):
         with pytest.raises(ConfigError, match=r"^bpe_vocab_size: nothing reads it with tokenizer=bytes"):
             load_config("mine.yaml", words, cwd=own)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from program import Process, document, forgather, refusal
+from program import Process, document, forgather, refusal, write
 
 from forgather_cli.config.decode import dump_tree, load_saved
 from forgather_cli.config.load import load_config
@@ -44,9 +44,8 @@ callbacks:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("folder").mkdir()
-    Path("folder/a.txt").write_text("some text of mine\n" * 100)
-    Path("mine.yaml").write_text(RECIPE)
+    write("folder/a.txt", "some text of mine\n" * 100)
+    write("mine.yaml", RECIPE)
     for name, value in {"MY_FOLDER": f"{tmp_path}/folder", "MY_STEPS": "2", "MY_SECRET": "hunter2"}.items():
         monkeypatch.setenv(name, value)
     return tmp_path
@@ -100,10 +99,7 @@ def test_missing_variables_are_mistakes_reported_together(
 
 def test_a_token_is_written_nowhere(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("token").write_text(TOKEN + "\n")
-    Path("recipes").mkdir()
-    Path("recipes/own.yaml").write_text(
-        f"# Own.\ndefaults: [train, _self_]\ncallbacks: {{control: {{auth_token: {TOKEN}}}}}\n"
-    )
+    write("recipes/own.yaml", f"# Own.\ndefaults: [train, _self_]\ncallbacks: {{control: {{auth_token: {TOKEN}}}}}\n")
     typed = f"callbacks.control.auth_token={TOKEN}"
     for run, words in {
         "direct": [typed], "ddp": [typed, "trainer=ddp"], "file": ["callbacks.control.auth_token_file=token"],

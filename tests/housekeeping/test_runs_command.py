@@ -36,9 +36,7 @@ def test_runs_are_listed_newest_first_with_state_best_loss_and_size(
     ]  # fmt: skip
     assert re.search(r"outputs/default/old +done +30/100 +2.0000 +.* KiB", shown(capsys, "runs", "list"))
     assert "nowhere: no such directory" in refusal(capsys, "runs", "list", "nowhere")
-
-
-def test_no_runs_are_no_error(own_directory: None, capsys: pytest.CaptureFixture[str]) -> None:
+    outputs.rename("elsewhere")  # that there are no runs is no error
     assert document(capsys, "runs", "list") == []
     assert "there is no run below outputs" in refusal(capsys, "resume", "latest")
 
@@ -96,19 +94,16 @@ def test_runs_are_chosen_by_state_and_age(outputs: Path, capsys: pytest.CaptureF
     job.end()
 
 
-WRONG = {
-    "": "runs remove: names no run",
-    "--state cutt": "--state: must be one of done, .*, got 'cutt'; did you mean cut",
-    "--state running": "--state: must be one of",
-    "--older-than 1.5d": "--older-than: must be a number of m, h, d or w, .*, got '1.5d'",
-    "--older-than 99999999d": "--older-than: .*, got '99999999d'",
-    "nowhere --state cut": "nowhere: no such directory",
-    "--state cut": "asks first, and nobody can answer here; use --yes",
-}
-
-
 def test_what_chooses_no_runs(outputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in WRONG.items():
+    for words, message in {
+        "": "runs remove: names no run",
+        "--state cutt": "--state: must be one of done, .*, got 'cutt'; did you mean cut",
+        "--state running": "--state: must be one of",
+        "--older-than 1.5d": "--older-than: must be a number of m, h, d or w, .*, got '1.5d'",
+        "--older-than 99999999d": "--older-than: .*, got '99999999d'",
+        "nowhere --state cut": "nowhere: no such directory",
+        "--state cut": "asks first, and nobody can answer here; use --yes",
+    }.items():
         assert re.search(message, refusal(capsys, "runs", "remove", *words.split()))
     assert (outputs / "default/new").is_dir()
 

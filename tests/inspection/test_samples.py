@@ -97,10 +97,9 @@ def settings(*words: str) -> Any:
     return load_config("default", [*small, *common, *words]).config
 
 
-def samples_of(*words: str, split: Any = "train") -> tuple[Samples, DataSplits]:
+def samples_of(*words: str, split: Any = "train") -> Samples:
     config = settings(*words)
-    data = read_data(config)
-    return Samples(config, data, split), data
+    return Samples(config, read_data(config), split)
 
 
 def trained_batches(config: Any, tmp_path: Path) -> list[dict[str, torch.Tensor]]:
@@ -147,22 +146,22 @@ def test_what_is_shown_is_what_a_step_trains_on(kind: str, tmp_path: Path) -> No
 def test_the_first_token_of_a_document_is_a_target_where_the_one_before_may_predict_it(tmp_path: Path) -> None:
     write_lines(tmp_path / "pages.jsonl", [{"text": "abc"}, {"text": "def"}, {"text": "ghi"}])
     common = ["data=text", "data.files=[pages.jsonl]", "tokenizer=bytes", "seq_len=12", "data.eval_fraction=0"]
-    sample = next(samples_of(*common)[0].read())
+    sample = next(samples_of(*common).read())
     assert sample.targets == [False, *[True] * 11]
-    isolated = next(samples_of(*common, "isolate_documents=true")[0].read())
+    isolated = next(samples_of(*common, "isolate_documents=true").read())
     assert isolated.targets == [False, True, True, True] * 3
     assert sample.documents == isolated.documents == [0] * 4 + [1] * 4 + [2] * 4
 
 
 def test_a_decoder_is_shown_what_it_is_to_write_with_its_end(tmp_path: Path) -> None:
     write_lines(tmp_path / "pairs.jsonl", [{"input": "one", "target": "eins"}])
-    samples, _ = samples_of(*PAIRS, "packing=pad", "max_encoder_length=16", "max_decoder_length=3")
-    sample = next(samples.read())
+    words = [*PAIRS, "packing=pad", "max_encoder_length=16"]
+    sample = next(samples_of(*words, "max_decoder_length=3").read())
     assert (sample.encoder.pieces, sample.pieces) == (list("one"), list("ein"))
     assert sample.targets == [True] * 3
     assert sample.parts[0].behind == 2  # of it
     assert sample.parts[0].is_cut
-    sample = next(samples_of(*PAIRS, "packing=pad", "max_encoder_length=16", "max_decoder_length=16")[0].read())
+    sample = next(samples_of(*words, "max_decoder_length=16").read())
     assert sample.pieces == [*"eins", "<|endoftext|>"]
     assert sample.document()["encoder"] == {"ids": list(b"one"), "pieces": list("one")}
     assert sample.source == f"{tmp_path}/pairs.jsonl:1"
@@ -191,8 +190,7 @@ def test_each_document_comes_from_the_line_that_holds_it(
     kind: str, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "PIECE", 600)  # so that a file has several pieces
-    config = settings(*OPTIONS[kind], "data.eval_fraction=0.2")
-    samples = Samples(config, read_data(config), split)  # type: ignore[arg-type]
+    samples = samples_of(*OPTIONS[kind], "data.eval_fraction=0.2", split=split)
     file = tmp_path / f"{'chats' if 'instruct' in kind else 'pages'}.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
     count = 0
@@ -213,7 +211,7 @@ def test_each_document_comes_from_the_line_that_holds_it(
 @pytest.mark.parametrize("kind", ["text", "bpe, packed", "instruct", "seq2seq"])
 def test_a_record_is_found_in_every_sample_that_has_any_of_it(kind: str, tmp_path: Path) -> None:
     name = {"instruct": "chats", "seq2seq": "pairs"}.get(kind, "pages")
-    samples, _ = samples_of(*OPTIONS[kind], "data.eval_fraction=0.1")
+    samples = samples_of(*OPTIONS[kind], "data.eval_fraction=0.1")
     by_line: dict[int, list[int]] = {}
     for sample in samples.read():
         for line in dict.fromkeys(lines(sample)):
@@ -227,10 +225,10 @@ def test_a_record_is_found_in_every_sample_that_has_any_of_it(kind: str, tmp_pat
 
 
 def test_what_is_cut_is_told_from_what_goes_on_elsewhere(tmp_path: Path) -> None:
-    samples, _ = samples_of(*CHATS, "seq_len=70", "packing=pad")
-    assert any(sample.parts[0].is_cut and sample.parts[0].behind for sample in samples.read())
-    samples, _ = samples_of("data=text", "data.files=[pages.jsonl]", "tokenizer=bytes", "seq_len=32", "packing=pad")
-    parts = [sample.parts[0] for sample in samples.read()]
+    chats = samples_of(*CHATS, "seq_len=70", "packing=pad")
+    assert any(sample.parts[0].is_cut and sample.parts[0].behind for sample in chats.read())
+    pages = samples_of("data=text", "data.files=[pages.jsonl]", "tokenizer=bytes", "seq_len=32", "packing=pad")
+    parts = [sample.parts[0] for sample in pages.read()]
     assert any(part.behind and not part.is_cut for part in parts)
     assert any(part.before for part in parts)
 
@@ -238,7 +236,7 @@ def test_what_is_cut_is_told_from_what_goes_on_elsewhere(tmp_path: Path) -> None
 @pytest.mark.parametrize(("kind", "count"), [("synthetic", 12), ("hf, streaming", 0)])
 def test_a_number_that_no_sample_has_is_an_error_that_says_how_many_there_are(kind: str, count: int) -> None:
     more = ["num_samples=12"] if kind == "synthetic" else []
-    samples, _ = samples_of(*OPTIONS[kind], *more)
+    samples = samples_of(*OPTIONS[kind], *more)
     count = count or len(list(samples.read()))
     assert len(list(samples.read(count - 1))) == 1
     with pytest.raises(DataError, match=rf"--sample.* {count} samples"):
@@ -248,11 +246,10 @@ def test_a_number_that_no_sample_has_is_an_error_that_says_how_many_there_are(ki
 @pytest.mark.parametrize("kind", ["tokens", "hf", "instruct, rows"])
 def test_a_line_of_data_that_nobody_has_noted_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--from.*--sample"):
-        samples_of(*OPTIONS[kind])[0].holding(tmp_path / "pages.jsonl", 1)
+        samples_of(*OPTIONS[kind]).holding(tmp_path / "pages.jsonl", 1)
 
 
 def test_a_tokenizer_directory_marks_its_special_tokens() -> None:
-    samples, _ = samples_of(*OPTIONS["instruct, one each"])
-    sample = next(samples.read())
+    sample = next(samples_of(*OPTIONS["instruct, one each"]).read())
     special = {p for p, is_special in zip(sample.pieces, sample.special, strict=True) if is_special}
     assert special == {"<|im_start|>", "<|im_end|>", "<|endoftext|>"}

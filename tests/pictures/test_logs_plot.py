@@ -166,7 +166,9 @@ def test_values_that_are_not_numbers_are_gaps(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- heatmaps
 
 
-def with_norms(run: RunDir, layers: int) -> list[str]:
+def heatmap(root: Path, layers: int) -> tuple[list[str], Figure]:
+    """That of gradient norms of so many layers, and the parameters that it should have."""
+    run = logged(root, 4)
     kinds = ["self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj", "input_layernorm"]
     names = [f"model.layers.{n}.{kind}.weight" for n in range(layers) for kind in kinds]
     names = ["model.embed_tokens.weight", *names, "lm_head.weight"]
@@ -175,14 +177,12 @@ def with_norms(run: RunDir, layers: int) -> list[str]:
             norms = {name: 10.0**-n * step for n, name in enumerate(names)}
             file.write(json.dumps({"step": step, "norms": {**norms, names[0]: 0.0}}) + "\n")
         file.write(json.dumps({"step": 50, "norms": {}, "abandoned": True}) + "\n")
-    return names
+    with style.drawing():
+        return names, draw_heatmap([run], "grad_norms")
 
 
 def test_a_heatmap_has_a_row_for_each_parameter_and_a_column_for_each_step(tmp_path: Path) -> None:
-    run = logged(tmp_path / "run", 4)
-    names = with_norms(run, 2)
-    with style.drawing():
-        figure = draw_heatmap([run], "grad_norms")
+    names, figure = heatmap(tmp_path / "run", 2)
     [mesh] = figure.axes[0].collections
     values = mesh.get_array()
     assert values.shape == (len(names), 3)
@@ -195,10 +195,7 @@ def test_a_heatmap_has_a_row_for_each_parameter_and_a_column_for_each_step(tmp_p
 
 @pytest.mark.parametrize("layers", [10, 41])
 def test_labels_of_many_parameters_do_not_overlap(tmp_path: Path, layers: int) -> None:
-    run = logged(tmp_path / "run", 4)
-    with_norms(run, layers)
-    with style.drawing():
-        figure = draw_heatmap([run], "grad_norms")
+    _, figure = heatmap(tmp_path / "run", layers)
     figure.draw_without_rendering()
     boxes = sorted((each.get_window_extent() for each in figure.axes[0].get_yticklabels()), key=lambda box: box.y0)
     assert len(boxes) == (4 * layers + 2 if layers == 10 else layers + 2)

@@ -128,10 +128,7 @@ def test_labels_have_all_settings_that_differ_those_of_data_too(tmp_path: Path) 
     ]
     alike = [RunDir(make_run(tmp_path / f"{name}/run", [1.0])) for name in ("x", "y")]
     assert labels(alike) == ["x/run", "y/run"]
-
-
-def test_many_settings_of_an_option_are_named_by_it(tmp_path: Path) -> None:
-    runs = []
+    runs = []  # many settings of an option are named by it
     for name, size in {"nano": 64, "tiny": 256}.items():
         shape = {"model__hidden_size": size, "model__layers": size // 32, "model__heads": size // 16}
         runs.append(RunDir(make_run(tmp_path / name, [1.0], (f"model={name}",), **shape)))

@@ -20,23 +20,24 @@ def test_product_of_all_values_in_the_order_typed() -> None:
     ]
 
 
-def test_ranges_globs_and_quotes() -> None:
+def test_ranges_globs_and_quotes(tmp_path: Path) -> None:
     assert expand(["seed=range(1,6,2)"]) == [["seed=1"], ["seed=3"], ["seed=5"]]
     assert expand(["trainer=glob(*,exclude=[single,f*])"]) == [["trainer=ddp"], ["trainer=pipeline"]]
+    write(tmp_path / "conf/model/wide.yaml", "type: decoder\n")
+    assert ["model=wide"] in expand(["model=glob(*)"], cwd=tmp_path)
     assert expand(["tokenizer='a,b'", "betas=[0.1,0.2]"]) == [["tokenizer='a,b'", "betas=[0.1,0.2]"]]
     assert expand(["betas=[0.1,0.2],[0.3,0.4]"]) == [["betas=[0.1,0.2]"], ["betas=[0.3,0.4]"]]
     assert expand(["+callbacks.early_stopping.patience=1,2"])[1] == ["+callbacks.early_stopping.patience=2"]
     assert expand(["~callbacks.textgen"]) == [["~callbacks.textgen"]]
 
 
-def test_values_of_a_sweep_can_be_typed_again() -> None:
+def test_values_of_a_sweep_can_be_typed_again_and_texts_that_look_like_numbers_stay_as_typed() -> None:
     jobs = expand(["tokenizer='a b','c,d'"])
     assert [expand(job) for job in jobs] == [[job] for job in jobs]
-
-
-def test_users_options_are_in_a_glob(tmp_path: Path) -> None:
-    write(tmp_path / "conf/model/wide.yaml", "type: decoder\n")
-    assert ["model=wide"] in expand(["model=glob(*)"], cwd=tmp_path)
+    assert expand(["job_id=2023_09,1e5", "learning_rate=1e-3"]) == [
+        ["job_id=2023_09", "learning_rate=1e-3"],
+        ["job_id=1e5", "learning_rate=1e-3"],
+    ]
 
 
 def test_what_cannot_be_enumerated_is_reported_at_once() -> None:
@@ -59,10 +60,3 @@ def test_job_names_follow_the_content() -> None:
     assert not {"/", " "} & {*weird}
     assert len(weird) < 120
     assert job_name("text", [])
-
-
-def test_texts_that_look_like_numbers_stay_as_typed() -> None:
-    assert expand(["job_id=2023_09,1e5", "learning_rate=1e-3"]) == [
-        ["job_id=2023_09", "learning_rate=1e-3"],
-        ["job_id=1e5", "learning_rate=1e-3"],
-    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import finalized
 import pytest
-from program import forgather
+from program import forgather, until
 from terminal import Screen
 
 from forgather_cli.config.schema import TextSettings
@@ -74,30 +74,18 @@ def test_what_takes_long_has_bars_on_a_terminal_and_none_in_a_pipe(monkeypatch: 
 # -------------------------------------------------------------------------------------------------- what is done
 
 
-class Heard(io.StringIO):
+class Heard(Screen):
     """Standard error whose lines can be waited for."""
 
-    def __init__(self, *, on_terminal: bool = False) -> None:
-        super().__init__()
-        self._terminal, self._more = on_terminal, threading.Condition()
-
-    def isatty(self) -> bool:
-        return self._terminal
-
-    def write(self, text: str) -> int:
-        with self._more:
-            self._more.notify_all()
-            return super().write(text)
-
     def wait_for(self, text: str) -> None:
-        with self._more:
-            assert self._more.wait_for(lambda: text in self.getvalue(), timeout=60), self.getvalue()
+        until(lambda: text in self.getvalue())
 
 
 def hear(monkeypatch: pytest.MonkeyPatch, *, on_terminal: bool = False) -> Heard:
     monkeypatch.setattr(bars, "SILENCE", 0.02)
     monkeypatch.setattr(bars, "_said", set())
-    monkeypatch.setattr(sys, "stderr", heard := Heard(on_terminal=on_terminal))
+    monkeypatch.setattr(Heard, "isatty", lambda self: on_terminal)
+    monkeypatch.setattr(sys, "stderr", heard := Heard())
     return heard
 
 
