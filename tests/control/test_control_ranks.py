@@ -26,12 +26,8 @@ WORDS = [
     "callbacks.progress=null", "callbacks.json=null", "+callbacks.control={}",
     "+callbacks.orders._target_=control_orders.Orders",
 ]  # fmt: skip
-STRATEGIES = {
-    "single": ["trainer=single"],
-    "ddp": ["trainer=ddp"],
-    "pipeline": ["trainer=pipeline", "n_microbatches=2"],
-    "fsdp2": ["trainer=fsdp2"],
-}
+STRATEGIES = {name: [f"trainer={name}"] for name in ("single", "ddp", "fsdp2")}
+STRATEGIES["pipeline"] = ["trainer=pipeline", "n_microbatches=2"]
 
 
 @pytest.fixture(autouse=True)

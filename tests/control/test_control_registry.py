@@ -160,20 +160,6 @@ def test_cleanup_removes_what_ended_or_is_torn_and_leaves_others_alone(
     assert printed(capsys, "control", "cleanup") == (0, "nothing to remove\n", "")
 
 
-def test_list_tells_jobs_of_this_machine_ended_ones_and_foreign_ones_apart(
-    ended: tuple[int, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert printed(capsys, "control", "list") == (0, "no jobs\n", "")
-    register(entry("mute"), None)
-    register(entry("dead", pid=ended[0], process_start_time=ended[1]), None)
-    register(entry("foreign", hostname="elsewhere"), None)
-    text = printed(capsys, "control", "list").out
-    for name, state in (("mute", "does not answer"), ("dead", "cut"), ("foreign", "on elsewhere")):
-        assert any(name in line and state in line for line in text.splitlines()), text
-    shown = {job["job_id"]: (job["running"], job["status"]) for job in document(capsys, "control", "list")}
-    assert shown == {"mute": (True, None), "dead": (False, None), "foreign": (None, None)}
-
-
 def test_what_cannot_be_done_is_said_in_one_line(ended: tuple[int, str], capsys: pytest.CaptureFixture[str]) -> None:
     def told(*words: str) -> tuple[int, str]:
         done = printed(capsys, "control", *words)
