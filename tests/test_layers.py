@@ -30,8 +30,8 @@ ALLOWED = {
     },
     "finalize": {
         "adapters.directory", "adapters.merge", "checkpoint", "cli.output", "cli.words", "config.decode",
-        "config.load", "data", "distributed", "gguf", "inference.source", "loss", "models", "quantized",
-        "strategies.single", "trainer.evaluate",
+        "config.load", "data", "distributed", "gguf",
+        "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
     },
     "gguf": {
         "checkpoint", "data", "finalize.plain_transformers", "finalize.sample", "inference.source",
@@ -53,14 +53,16 @@ ALLOWED = {
     "runs": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "inference": {
         "adapters.directory", "adapters.load", "checkpoint", "config.decode", "data", "distributed",
-        "finalize.quantize", "loss", "models", "strategies.base", "strategies.build", "trainer",
+        "finalize.quantize", "loss", "models", "strategies.base",
+        "strategies.build", "trainer",
     },
     "trainer": {
         "adapters", "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint",
-        "data.loaders", "data.chat.ends", "loss", "optim", "models.parts", "models.transform", "models.pretrained",
-        "config.batch", "config.accelerate_file", "config.rules", "config.decode", "config.schedule", "precision",
-        "quantized.convert", "targets", "callbacks.build", "callbacks.textgen", "launch.exit_status",
-        "launch.run_lock", "launch.signals",
+        "data.loaders",
+        "data.chat.ends", "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
+        "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
+        "precision", "quantized.convert", "targets",
+        "callbacks.build", "callbacks.textgen", "launch.exit_status", "launch.run_lock", "launch.signals",
     },
     "sweeps": {
         "callbacks.console", "cli.output", "cli.words", "config", "launch.exit_status", "launch.layout",
