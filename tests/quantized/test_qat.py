@@ -77,14 +77,8 @@ def test_losses_and_gradients_are_torchaos(recipe: str) -> None:
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "int4-weight-only"])
 def test_the_forward_is_that_of_the_stored_model(tmp_path: Path, recipe: str) -> None:
-    from safetensors.torch import save_file
-
-    from forgather_cli.models.pretrained import write_config
-
-    settings = settings_for(recipe)
-    model = tiny.decoder()
-    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", {"format": "pt"})
-    write_config(tmp_path, model.settings)
+    settings, model = settings_for(recipe), tiny.decoder()
+    tiny.pretrained(tmp_path, model)
     converted(model, settings, CPU)
     quantize_directory(tmp_path, recipe, group_size=settings.group_size, exclude=settings.exclude, tables=False)  # type: ignore[arg-type]
     stored = load_quantized(tmp_path, CPU)
