@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from whole_batch import Slices, close, cut, equal, even, global_batch, mean_loss, reference, weights_of
 
-from forgather_cli import DDPSettings, TrainerCallback
+from forgather_cli import DDPSettings
 from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.documents.encoding import Encoded, decode
 from forgather_cli.errors import ConfigError, TrainingError
@@ -190,33 +190,25 @@ def test_buffers_are_sent_only_where_weights_were_averaged() -> None:
     assert run_ranks(2, buffers_of_local_steps)[1] == [0, 0, 0, 1, 1, 0]
 
 
-class Exports(TrainerCallback):
-    """Tries to write the weights after each step. ``refused``: the steps at which that failed, and why."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.refused: dict[int, str] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_abort_without_save |= args.run_name == "aborted" and state.global_step == 6
-        try:
-            kwargs["trainer"].save_model(str(self.directory / str(state.global_step)))
-        except TrainingError as error:
-            self.refused[state.global_step] = str(error)
-
-
 def exported(root: str, ending: str) -> tuple[dict[int, str], dict[str, Tensor]]:
     """Steps whose weights could not be written; this rank's weights at the end. Averages are at steps 2 and 5."""
-    directory = Path(root)
-    exports = Exports(directory)
+    directory, refused = Path(root), {}
+
+    def write(state: Any, control: Any, trainer: Any, **_: Any) -> None:
+        control.should_abort_without_save |= ending == "aborted" and state.global_step == 6
+        try:
+            trainer.save_model(str(directory / str(state.global_step)))
+        except TrainingError as error:
+            refused[state.global_step] = str(error)
+
     trainer = tiny.script(
         directory / "run", None, tiny.RandomTokens(ragged=True), max_steps=6 if ending == "done" else 9,
-        run_name=ending, learning_rate=1e-2, per_device_train_batch_size=2, callbacks=[exports],
+        learning_rate=1e-2, per_device_train_batch_size=2, callbacks=[tiny.acts(on_step_end=write)],
         strategy=DDPSettings(post_local_sgd=LOCAL),
     )  # fmt: skip
     trainer.train()
     trainer.save_model(str(directory / "end"))
-    return exports.refused, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return refused, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 @pytest.mark.parametrize("ending", ["done", "aborted"])
