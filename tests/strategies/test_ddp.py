@@ -44,8 +44,6 @@ from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.ddp import DataParallel
 from forgather_cli.trainer import TrainingArguments
 
-# ------------------------------------------------------------------------------------------------------- one result
-
 
 def compiled_and_checkpointed() -> nn.Module:
     model = tiny.decoder()
@@ -128,9 +126,6 @@ def test_gradients_are_exchanged_once_and_the_next_batch_is_asked_for_when_the_l
     assert equal(first[1], second[1])
 
 
-# ---------------------------------------------------------------------------------------------- what a setting does
-
-
 def after_a_step(settings: dict[str, Any]) -> tuple[float, bool, bool]:
     """The buffer, whether the weights at the start are this rank's own, whether gradients live in a bucket."""
     torch.manual_seed(dist.get_rank())
@@ -164,9 +159,6 @@ def test_what_the_installed_torch_cannot_do_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"skip_all_reduce_unused_params: torch .* cannot do it; set it to false"):
         DataParallel(CPU, CrossEntropy(), nullcontext, DDPSettings(skip_all_reduce_unused_params=True))
     DataParallel(CPU, CrossEntropy(), nullcontext, DDPSettings())
-
-
-# -------------------------------------------------------------------------------------------------------- bit-equal
 
 
 def fresh_and_stepped(settings: dict[str, Any]) -> tuple[bool, bool]:
@@ -244,9 +236,6 @@ def test_a_model_that_takes_more_than_tokens() -> None:
     assert message.startswith("static_graph: NeedsMore cannot be tried with two tokens")
 
 
-# ------------------------------------------------------------------------------------------------ without collectives
-
-
 def evaluated_by_rank_1() -> float | None:
     """Only rank 1 evaluates and generates: nobody answers it."""
     strategy = strategy_of()
@@ -273,9 +262,6 @@ def test_one_rank_is_a_single_device(settings: dict[str, Any]) -> None:
     assert equal(in_a_group["weights"], alone["weights"])
     strategy = strategy_of(**settings)
     assert (strategy.data_size, strategy.gradient_sharing, strategy.own_state) == (1, None, None)
-
-
-# ------------------------------------------------------------------------------------------------------ from a script
 
 
 def script(folder: str, **arguments: Any) -> dict[str, Any]:
