@@ -1,7 +1,7 @@
 """A callback that gives commands to its own job over HTTP at chosen instants: ``+callbacks.orders._target_=...``.
 
-An order is ``EVENT STEP COMMAND``: ``step_begin 3 save`` gives ``save`` when the fourth step begins, ``prediction 4
-stop`` in the evaluation after step 4. Besides commands there are ``hold`` (checkpoints stay unfinished), ``release``
+An order is ``EVENT STEP COMMAND``: ``step_begin 3 save`` gives ``save`` when the fourth step begins, ``prediction_step
+4 stop`` in the evaluation after step 4. Besides commands there are ``hold`` (checkpoints stay unfinished), ``release``
 (they are finished), ``spoil`` (the next one fails) and ``raise``.
 """
 
@@ -11,7 +11,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.callbacks.base import TrainerCallback
+from users_callbacks import EveryEvent
+
 from forgather_cli.control import client
 from forgather_cli.control.command_record import ControlCommand
 from forgather_cli.control.registry import resolve
@@ -37,7 +38,7 @@ class Tokenizer:
         self._real.save(directory)
 
 
-class Orders(TrainerCallback):
+class Orders(EveryEvent):
     """Gives each order once, on world rank 0."""
 
     def __init__(self, orders: list[str]) -> None:
@@ -48,22 +49,12 @@ class Orders(TrainerCallback):
         """What ``status`` said just before each order."""
         self._tokenizer: Tokenizer
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        trainer = kwargs["trainer"]
-        self._run = trainer.run_dir.root
-        self._tokenizer = trainer.processing_class = Tokenizer(trainer.processing_class)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now("step_begin", state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now("step_end", state)
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._now("prediction", state)
-
-    def _now(self, event: str, state: Any) -> None:
-        due = [o for o in self._orders if o[0] == event and int(o[1]) == state.global_step]
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        if event == "on_train_begin":
+            trainer = kwargs["trainer"]
+            self._run = trainer.run_dir.root
+            self._tokenizer = trainer.processing_class = Tokenizer(trainer.processing_class)
+        due = [o for o in self._orders if event == f"on_{o[0]}" and int(o[1]) == state.global_step]
         self._orders = [o for o in self._orders if o not in due]
         for *_, order in due:
             if order == "raise":

@@ -70,9 +70,6 @@ def split(model: nn.Module, stages: Any) -> list[nn.Module]:
     return [Part(model, stage) for stage in stages]
 
 
-# ------------------------------------------------------------------------------------------------------------ mistakes
-
-
 def too_few(model: nn.Module, stages: Any) -> list[nn.Module]:
     return split(model, stages)[:-1]
 
@@ -99,9 +96,6 @@ def without_hidden_states(model: nn.Module, stages: Any) -> list[nn.Module]:
     parts = split(model, stages)
     parts[-1] = nn.ModuleDict(dict(copy.copy(parts[-1]).named_children()))
     return parts
-
-
-# ----------------------------------------------------------------------------------------------------------- schedules
 
 
 class Alone(ScheduleGPipe):

@@ -80,9 +80,6 @@ _BASE = (
 )  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------------------------- one rank's run
-
-
 @dataclass
 class Share:
     """What one rank saw of a run."""
@@ -152,9 +149,6 @@ def run_rank(config: Config, path: Path) -> Share:
         return trainer.callbacks.by_name["probe"].share
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-# ------------------------------------------------------------------------------------------------- a run on all ranks
 
 
 @dataclass(frozen=True)
@@ -243,9 +237,6 @@ def go_on(layout: Layout, settings: Sequence[str], checkpoint: Path, path: Path)
     return train(layout, settings, path, resume=True)
 
 
-# ------------------------------------------------------------------------------------------------------- places, data
-
-
 @functools.cache
 def scratch() -> Path:
     """A folder for runs that several tests compare with; gone with the process."""
@@ -262,8 +253,6 @@ def corpus() -> tuple[str, ...]:
     file.write_text("".join(f'{{"text": "{word}"}}\n' for word in words))
     return ("data=text", f"data.files=[{file}]", "eval_fraction=0.1", f"data.cache_dir={scratch() / 'cache'}")
 
-
-# ---------------------------------------------------------------------------------------------------------- comparison
 
 LOSS, WEIGHT, TOKEN_GAP = 1e-5, 1e-5, 1e-3
 """SPEC 3: relative for losses and norms; for weights both relative and absolute; logits that decide on a token."""

@@ -68,9 +68,6 @@ def test_the_table_of_hugging_faces_arguments_is_that_of_the_code() -> None:
     assert updated(page) == page, "run scripts/python_api_table.py"
 
 
-# ----------------------------------------------------------------------------------------------------------- the blocks
-
-
 @dataclass(frozen=True)
 class Block:
     """A fenced block, and what the comment before it says: ``not run``, ``full``, ``needs`` or ``exit code``."""
@@ -201,9 +198,6 @@ def test_the_notebook_shows_one_output_and_no_lines(
     assert "run's mean loss" in texts[-1]
     assert " loss " not in capsys.readouterr().out
     assert names["trainer"].state.global_step == 20
-
-
-# ------------------------------------------------------------------------------------------------------ what is named
 
 
 def code_of(page: Path) -> list[str]:

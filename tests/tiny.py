@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
@@ -18,6 +19,7 @@ from forgather_cli.config.schema import Config, DecoderSettings
 from forgather_cli.launch.context import RankContext
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import init_parameters
+from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.trainer.arguments import TrainingArguments
@@ -29,15 +31,8 @@ SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 def decoder_settings(**changes: Any) -> DecoderSettings:
     """2 layers and a vocabulary of 64, resolved."""
-    shape = {
-        **SHAPE,
-        "vocab_size": 64,
-        "max_position_embeddings": 64,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        **changes,
-    }
-    return DecoderSettings(**shape)
+    shape = {**SHAPE, "vocab_size": 64, "max_position_embeddings": 64, "num_key_value_heads": 2, "head_dim": 16}
+    return DecoderSettings(**{**shape, **changes})
 
 
 def decoder(seed: int = 0, **changes: Any) -> Decoder:
@@ -45,6 +40,13 @@ def decoder(seed: int = 0, **changes: Any) -> Decoder:
     model = Decoder(decoder_settings(**changes))
     init_parameters(model, seed)
     return model
+
+
+def pretrained(directory: Path, model: Decoder) -> Path:
+    """A model directory with these weights."""
+    write_model_files(model, None, directory)
+    save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, directory / "model.safetensors")
+    return directory
 
 
 def llama(**changes: Any) -> Any:

@@ -71,10 +71,13 @@ def _slurm_task(folder: str, port: int, recipe: str, words: list[str]) -> tuple[
 
 def train_in_pool(folder: Path, words: list[str], recipe: str = "default") -> list[tuple[int, str]]:
     """(exit code, what is printed) of each of two ranks of the pool, which join a run: no process is started."""
+    return run_ranks(2, _slurm_task, str(folder), free_port(), recipe, words)
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
-        port = int(probe.getsockname()[1])
-    return run_ranks(2, _slurm_task, str(folder), port, recipe, words)
+        return int(probe.getsockname()[1])
 
 
 def nobody_left(ranks: int = 2) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,16 @@ from lazily import (
     get_peft_model,
 )
 from program import forgather
-from ranks import run_ranks
 from safetensors.torch import load_file
+from whole_batch import equal
 
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
 from forgather_cli.adapters.load import with_adapter
 from forgather_cli.adapters.merge import MergedRows
 from forgather_cli.adapters.model import adapt
-from forgather_cli.config.load import load_config
 from forgather_cli.data.text.tokenizer import load_tokenizer
-from forgather_cli.errors import ConfigError, ModelError
-from forgather_cli.models.build import build_model, initialize
-from forgather_cli.models.init import allocate
+from forgather_cli.errors import ModelError
+from forgather_cli.models.build import build_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]  # peft's, of transformers
 
@@ -73,37 +70,19 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: root / name for name in FAMILIES}
 
 
-def made(base: Path, *words: str) -> tuple[Any, Any]:
-    config = against_peft.config_of(base, "adapter=lora", *words, model="transformers")
-    return config, against_peft.stirred(against_peft.ours(config))
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_forward_gradients_files_and_merge_are_those_of_peft(case: str, bases: dict[str, Path], tmp_path: Path) -> None:
     family, *words = CASES[case]
-    config, mine = made(bases[family], *words)
+    config = against_peft.config_of(bases[family], "adapter=lora", *words, model="transformers")
+    mine = against_peft.stirred(against_peft.ours(config))
     files = against_peft.saved(mine, config, tmp_path / "adapter")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[family]), files, is_trainable=True)
-    against_peft.assert_as_peft(mine, theirs)
-    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    written, again = load_file(files / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS)
-    assert written.keys() == again.keys()
-    assert all(torch.equal(written[name], again[name]) for name in written)
-    wanted = dict(theirs.merge_and_unload().named_parameters())
-    rows = MergedRows(mine)
-    for name in rows.base:
-        torch.testing.assert_close(rows[name], wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    theirs = against_peft.assert_as_peft(mine, files, bases[family])
+    against_peft.assert_merged_as_peft(MergedRows(mine), theirs)
 
 
 def test_an_adapter_begins_as_the_base_and_by_seed_and_name(bases: dict[str, Path]) -> None:
     config = against_peft.config_of(bases["qwen"], "adapter=lora", "adapter.r=4", EXPERTS, model="transformers")
-    model = against_peft.ours(config)
-    plain = AutoModelForCausalLM.from_pretrained(bases["qwen"])
-    torch.testing.assert_close(model(against_peft.IDS), plain(against_peft.IDS).logits, rtol=1e-5, atol=1e-5)
-    again, other = (dict(against_peft.ours(config, seed).named_parameters()) for seed in (1, 3))
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, again[name])
-        assert torch.equal(parameter, other[name]) == (not name.endswith("lora_A.weight"))
+    against_peft.assert_begins_as_the_base(config, bases["qwen"])
 
 
 def test_an_adapter_of_peft_is_read(bases: dict[str, Path], tmp_path: Path) -> None:
@@ -112,11 +91,7 @@ def test_an_adapter_of_peft_is_read(bases: dict[str, Path], tmp_path: Path) -> N
     theirs = against_peft.stirred(get_peft_model(AutoModelForCausalLM.from_pretrained(bases["mixtral"]), settings))
     theirs.save_pretrained(tmp_path)
     config = against_peft.config_of(bases["mixtral"], model="transformers")
-    with torch.device("meta"):
-        model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
-    allocate(model, "cpu")
-    initialize(config.model, model, 0)
-    mine = with_adapter(model, read_adapter(tmp_path))
+    mine = with_adapter(against_peft.built(config), read_adapter(tmp_path))
     wanted = theirs.eval()(against_peft.IDS).logits
     torch.testing.assert_close(mine(against_peft.IDS), wanted, rtol=1e-5, atol=1e-5)
 
@@ -163,12 +138,6 @@ def test_parameters_that_cannot_be_adapted(given: tuple[str, ...], bases: dict[s
     assert MISTAKES[given] in str(error.value)
 
 
-@pytest.mark.parametrize("given", [("adapter=dora",), ("adapter=lora", "adapter.lora_dropout=0.1")])
-def test_what_peft_has_for_layers_alone_is_refused(given: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=r"target_parameters"):
-        load_config("default", ["model=transformers", "model.path=x", EXPERTS, *given])
-
-
 EVERYTHING = (
     "adapter=lora", "model=transformers", "adapter.r=4", EXPERTS, "trainable=[norm.weight]",
     "adapter.trainable_token_indices={embed_tokens: [101,97], lm_head: [101,97]}",
@@ -182,11 +151,7 @@ def alone(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> A
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2", "pipeline"])
 def test_every_strategy_agrees_with_one_device(layout: str, alone: Any, bases: dict[str, Path], tmp_path: Path) -> None:
-    assert alone[2] == {}
-    words = (*EVERYTHING, *strategies.LAYOUTS[layout])
-    for norms, saved, changed in run_ranks(2, strategies.train, tmp_path, bases["qwen"], *words):
-        assert changed == {}
-        strategies.assert_as_alone(norms, saved, alone)
+    strategies.assert_ranks_as_alone(alone, tmp_path, bases["qwen"], *EVERYTHING, *strategies.LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("family", ["qwen", "transposed"])
@@ -207,16 +172,9 @@ def test_a_run_is_finalized_both_ways_and_gone_on_from(
         rows = known if "embed_tokens" in name or "lm_head" in name else slice(None)
         is_trained = any(part in name for part in ("norm.weight", "_proj"))
         assert is_trained or torch.equal(tensor[rows], written[name][rows]), name
-    losses = []
-    for source in ("run", "adapter", "merged"):
-        capsys.readouterr()
-        assert forgather("eval", source, *words[3:5], "data.seq_len=16", "precision=fp32", "--json") == 0
-        losses.append(json.loads(capsys.readouterr().out)["eval_loss"])
-    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+    runs.assert_same_eval_losses(capsys, ("run", "adapter", "merged"), *words[3:5], "data.seq_len=16")
     assert forgather(*words, "adapter.from_adapter=adapter", "learning_rate=0", "max_steps=1", "output_dir=on") == 0
-    before, after = load_file("adapter/adapter_model.safetensors"), load_file(runs.newest("on") / WEIGHTS)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert equal(load_file(runs.newest("on") / WEIGHTS), load_file("adapter/adapter_model.safetensors"))
 
 
 def test_experts_stay_in_half_precision_beside_four_bits(bases: dict[str, Path]) -> None:

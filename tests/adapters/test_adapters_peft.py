@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
-from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PeftModel
+from lazily import AutoModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from whole_batch import equal
 
 from forgather_cli.adapters.directory import WEIGHTS, write_config
 from forgather_cli.adapters.layers import adapted_layers, is_adapter
 from forgather_cli.adapters.load import starting
+from forgather_cli.adapters.merge import MergedRows
 from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.load import load_config
@@ -45,8 +48,7 @@ CASES = {
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama whose head is its embedding."""
     path = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)).save_pretrained(path)
+    tiny.llama(**SHAPE, tie_word_embeddings=True).save_pretrained(path)
     return path
 
 
@@ -61,6 +63,15 @@ def ours(config: Config, seed: int = 1, vocab_size: int = SHAPE["vocab_size"]) -
     adapt(model, config.adapter, config)
     allocate(model, "cpu")
     starting(lambda part: initialize(config.model, part, 0), config, seed)(model)
+    return model
+
+
+def built(config: Config) -> nn.Module:
+    """The model of a base's directory, before any adapter."""
+    with torch.device("meta"):
+        model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
+    allocate(model, "cpu")
+    initialize(config.model, model, 0)
     return model
 
 
@@ -88,17 +99,19 @@ def loss_of(logits: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("model", ["pretrained", "transformers"])
-def test_forward_and_gradients_are_those_of_peft(case: str, model: str, base: Path, tmp_path: Path) -> None:
+def test_forward_gradients_files_and_merge_are_those_of_peft(case: str, model: str, base: Path, tmp_path: Path) -> None:
     config = config_of(base, *CASES[case], model=model)
     mine = stirred(ours(config))
-    theirs = PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(base), saved(mine, config, tmp_path / "adapter"), is_trainable=True
-    )
-    assert_as_peft(mine, theirs)
+    theirs = assert_as_peft(mine, saved(mine, config, tmp_path / "adapter"), base)
+    if case in ("lora", "dora"):  # of a tied head peft adds two products into one weight
+        wanted = dict(theirs.merge_and_unload().named_parameters())
+        for name, layer in adapted_layers(mine):
+            torch.testing.assert_close(layer.merged(), wanted[f"{name}.weight"], rtol=1e-5, atol=1e-6)
 
 
-def assert_as_peft(mine: nn.Module, theirs: Any) -> None:
-    """Logits, and the gradient of each trained parameter; no others have one."""
+def assert_as_peft(mine: nn.Module, files: Path, base: Path) -> Any:
+    """Logits, the gradient of each trained parameter, which no others have, and files; returns the model in peft."""
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), files, is_trainable=True)
     logits, wanted = mine(IDS), theirs(IDS).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
     loss_of(logits).backward()
@@ -116,27 +129,16 @@ def assert_as_peft(mine: nn.Module, theirs: Any) -> None:
     for name, gradient in own.items():
         torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
     assert all(p.grad is None for p in mine.parameters() if not p.requires_grad)
+    theirs.save_pretrained(files.with_name("theirs"), save_embedding_layers=False)
+    assert equal(load_file(files / WEIGHTS), load_file(files.with_name("theirs") / WEIGHTS))
+    return theirs
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_files_are_those_of_peft(case: str, base: Path, tmp_path: Path) -> None:
-    config = config_of(base, *CASES[case])
-    files = saved(stirred(ours(config)), config, tmp_path / "ours")
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), files)
-    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    mine, again = load_file(files / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS)
-    assert mine.keys() == again.keys()
-    assert all(torch.equal(mine[name], again[name]) for name in mine)
-
-
-@pytest.mark.parametrize("case", ["lora", "dora"])  # of a tied head peft adds two products into one weight
-def test_merged_weights_are_those_of_peft(case: str, base: Path, tmp_path: Path) -> None:
-    config = config_of(base, *CASES[case])
-    mine = stirred(ours(config))
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), saved(mine, config, tmp_path / "a"))
-    wanted = {n.removeprefix(ADAPTER_PREFIX): p for n, p in theirs.merge_and_unload().named_parameters()}
-    for name, layer in adapted_layers(mine):
-        torch.testing.assert_close(layer.merged(), wanted[f"{name}.weight"], rtol=1e-5, atol=1e-6)
+def assert_merged_as_peft(rows: MergedRows, theirs: Any) -> None:
+    wanted = dict(theirs.merge_and_unload().named_parameters())
+    assert rows.base.keys() == wanted.keys()
+    for name in rows.base:
+        torch.testing.assert_close(rows[name], wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_dora_gives_a_direction_to_rows_of_zeros(base: Path) -> None:
@@ -162,11 +164,13 @@ def test_dora_gives_a_direction_to_rows_of_zeros(base: Path) -> None:
 
 
 def test_an_adapter_begins_as_the_base_and_by_seed_and_name(base: Path) -> None:
-    config = config_of(base, "adapter=dora")
-    model = ours(config)
-    plain = AutoModelForCausalLM.from_pretrained(base)
+    assert_begins_as_the_base(config_of(base, "adapter=dora"), base)
+
+
+def assert_begins_as_the_base(config: Config, base: Path) -> None:
+    model, plain = ours(config), AutoModelForCausalLM.from_pretrained(base)
     torch.testing.assert_close(model(IDS), plain(IDS).logits, rtol=1e-5, atol=1e-5)
-    again, other = dict(ours(config).named_parameters()), dict(ours(config, seed=3).named_parameters())
+    again, other = (dict(ours(config, seed).named_parameters()) for seed in (1, 3))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, again[name])
         assert torch.equal(parameter, other[name]) == (not name.endswith("lora_A.weight"))

@@ -17,7 +17,10 @@ from lazily import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausal
 from program import forgather, printed
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
+from test_adapters_peft import IDS, loss_of
+from test_adapters_runs import WORDS, assert_same_eval_losses
 from torch import Tensor, nn
+from whole_batch import equal
 
 from forgather_cli.adapters.directory import QUANTIZATION, WEIGHTS
 from forgather_cli.adapters.nf4 import packed_layers
@@ -33,12 +36,6 @@ from forgather_cli.models.transform import apply_activation_checkpointing
 from forgather_cli.run_dir import RunDir
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]
-IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]])
-WORDS = (
-    "data=synthetic", "data.tokenizer=bytes", "model.replace_tokenizer=true", "data.seq_len=16", "data.num_samples=64",
-    "data.num_eval_samples=8", "optimizer=adamw", "learning_rate=1e-2", "global_batch_size=4", "eval_strategy=no",
-    "callbacks=minimal", "device=cpu",
-)  # fmt: skip
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -90,7 +87,7 @@ def in_peft(base: Path, adapter: Path) -> Any:
 
 
 def gradients(model: nn.Module, logits: Tensor) -> dict[str, Tensor]:
-    nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), IDS[:, 1:].flatten()).backward()
+    loss_of(logits).backward()
     found = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
     return {n.removeprefix(ADAPTER_PREFIX).replace(".default", ""): g for n, g in found.items() if g is not None}
@@ -149,9 +146,6 @@ def test_bf16_and_checkpointing_are_those_of_unpacked_weights(base: Path, tmp_pa
     assert_same(own, gradients(plain, wanted), 1e-6)
 
 
-# ---------------------------------------------------------------------------------------------------------------- runs
-
-
 def trained(root: Path, base: Path, *words: str) -> tuple[dict[str, Tensor], list[str]]:
     """As one rank: the adapter of the last checkpoint, and the layers whose bytes are not those that bitsandbytes makes
     of the base's files."""
@@ -186,9 +180,7 @@ def test_the_packed_bytes_are_the_same_after_training_on_every_rank_and_after_a_
         assert changed == []
 
 
-def test_a_run_is_evaluated_and_finalized_as_it_was_trained(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_evaluated_and_finalized_as_it_was_trained(base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = (f"model.path={base}", *WORDS, "precision=fp32", "trainable=[norm]", "target_modules=[q_proj,down_proj]")
     assert forgather("train", "model=pretrained", *words, "adapter=qlora", "max_steps=6", "output_dir=run") == 0
     assert "in four bits (NF4): 14 matrices with 64.4%" in capsys.readouterr().err
@@ -207,11 +199,7 @@ def test_a_run_is_evaluated_and_finalized_as_it_was_trained(
     torch.testing.assert_close(whole(IDS).logits, logits["run"], rtol=1e-4, atol=1e-4)
     card = Path("adapter/README.md").read_text()
     assert 'quantization_config=json.load(open("quantization_config.json"))' in card
-    losses = []
-    for source in ("run", "adapter", "merged"):
-        said = printed(capsys, "eval", source, *words[1:3], "data.seq_len=16", "precision=fp32", "--json")
-        losses.append(said.json()["eval_loss"])
-    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+    assert_same_eval_losses(capsys, ("run", "adapter", "merged"), *words[1:3], "data.seq_len=16")
     said = printed(capsys, "eval", "adapter", *words[1:3], "data.seq_len=16", "trainer=fsdp2", "nproc_per_node=1")
     dist.destroy_process_group()  # of this process alone
     assert said.code == 2
@@ -221,9 +209,7 @@ def test_a_run_is_evaluated_and_finalized_as_it_was_trained(
     assert forgather("train", "model=pretrained", *words, *more) == 0
     other = RunDir(Path("other")).checkpoint(1) / "model"
     assert not (other / QUANTIZATION).exists()
-    before, after = load_file(Path("adapter", WEIGHTS)), load_file(other / WEIGHTS)
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert equal(load_file(other / WEIGHTS), load_file(Path("adapter", WEIGHTS)))
 
 
 def measured_load(base: Path) -> tuple[int, int]:

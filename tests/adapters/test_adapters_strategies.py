@@ -9,9 +9,10 @@ import parity
 import pytest
 import tiny
 import torch
-from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from lazily import AutoModelForCausalLM
 from ranks import run_ranks
 from safetensors.torch import load_file
+from test_adapters_runs import WORDS
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,12 +37,8 @@ KINDS = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base")
-    torch.manual_seed(0)
-    settings: dict[str, Any] = {
-        "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "initializer_range": 0.1, "max_position_embeddings": 64,
-    }  # fmt: skip
-    LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(path)
+    shape = {"vocab_size": 260, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    tiny.llama(**shape, num_hidden_layers=4, initializer_range=0.1).save_pretrained(path)
     return path
 
 
@@ -49,16 +46,12 @@ def train(root: Path, base: Path, *words: str) -> tuple[list[float], dict[str, T
     """As one rank: (gradient norms, what the checkpoint has of the model, this rank's rows that differ from the base's
     files of what is frozen)."""
     own = [word for word in words if word.startswith("model=")] or ["model=pretrained"]
-    config = load_config(
-        None,
-        [
-            *own, f"model.path={base}", "data=synthetic", "data.tokenizer=bytes", "model.replace_tokenizer=true",
-            "data.seq_len=16", "data.num_samples=64", "data.num_eval_samples=8", "precision=fp32", "optimizer=adamw",
-            "optimizer.eps=1e-6", "learning_rate=1e-3", "global_batch_size=8", "per_device_train_batch_size=4",
-            "max_steps=8", "warmup_steps=1", "eval_strategy=no", "callbacks=minimal", "logging_steps=1",
-            f"output_dir={root}", *(word for word in words if word not in own),
-        ],
-    ).config  # fmt: skip
+    usual = [
+        *own, f"model.path={base}", *WORDS, "precision=fp32", "optimizer.eps=1e-6", "learning_rate=1e-3",
+        "global_batch_size=8", "per_device_train_batch_size=4", "max_steps=8", "warmup_steps=1", "logging_steps=1",
+    ]  # fmt: skip
+    more = [word for word in words if word not in own]
+    config = load_config(None, [*usual, f"output_dir={root}", *more]).config
     trainer = tiny.train(config, RunDir(root))
     files = AutoModelForCausalLM.from_pretrained(base).state_dict()
     changed = {
@@ -93,10 +86,13 @@ def test_every_strategy_agrees_with_one_device_and_leaves_the_base(
     layout: str, alone: Any, base: Path, tmp_path: Path
 ) -> None:
     kind, _, reference = alone
-    assert reference[2] == {}
-    for norms, saved, changed in run_ranks(2, train, tmp_path, base, *KINDS[kind], *LAYOUTS[layout]):
-        assert changed == {}
-        assert_as_alone(norms, saved, reference)
+    assert_ranks_as_alone(reference, tmp_path, base, *KINDS[kind], *LAYOUTS[layout])
+
+
+def assert_ranks_as_alone(alone: Any, root: Path, base: Path, *words: str) -> None:
+    for norms, saved, changed in run_ranks(2, train, root, base, *words):
+        assert changed == alone[2] == {}
+        assert_as_alone(norms, saved, alone)
 
 
 @pytest.mark.parametrize("model", ["pretrained", "transformers"])

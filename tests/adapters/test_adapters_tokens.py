@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 import test_adapters_peft as against_peft
 import test_adapters_runs as runs
 import test_adapters_strategies as strategies
+import tiny
 import torch
-from lazily import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, LoraConfig, PeftModel, get_peft_model
+from lazily import AutoModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from program import forgather
-from ranks import run_ranks
 from safetensors.torch import load_file
-from test_adapters_peft import IDS, SHAPE
-from torch import nn
+from test_adapters_peft import IDS, SHAPE, built
+from whole_batch import equal
 
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
 from forgather_cli.adapters.load import with_adapter
@@ -28,8 +27,7 @@ from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import ModelError
 from forgather_cli.inference.source import locate
-from forgather_cli.models.build import build_model, fill, initialize
-from forgather_cli.models.init import allocate
+from forgather_cli.models.build import build_model, fill
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]  # peft's, of transformers
 
@@ -40,17 +38,8 @@ ROWS = {"tied": "[9,2,33]", "untied": "{embed_tokens: [9,2], lm_head: [9,2]}", "
 def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("bases")
     for name in ROWS:
-        torch.manual_seed(0)
-        LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=name == "tied")).save_pretrained(root / name)
+        tiny.llama(**SHAPE, tie_word_embeddings=name == "tied").save_pretrained(root / name)
     return {name: root / name for name in ROWS}
-
-
-def built(config: Any) -> nn.Module:
-    with torch.device("meta"):
-        model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
-    allocate(model, "cpu")
-    initialize(config.model, model, 0)
-    return model
 
 
 @pytest.mark.parametrize("case", ROWS)
@@ -61,21 +50,12 @@ def test_forward_gradients_files_and_merge_are_those_of_peft(
     words = ("adapter=lora", "target_modules=[q_proj]", f"adapter.trainable_token_indices={ROWS[case]}")
     config = against_peft.config_of(bases[case], *words, model=model)
     mine = against_peft.stirred(against_peft.ours(config))
-    files = against_peft.saved(mine, config, tmp_path / "adapter")
-    plain = AutoModelForCausalLM.from_pretrained(bases[case])
-    theirs = PeftModel.from_pretrained(plain, files, is_trainable=True)
-    against_peft.assert_as_peft(mine, theirs)
-    theirs.save_pretrained(tmp_path / "theirs", save_embedding_layers=False)
-    written, again = load_file(files / WEIGHTS), load_file(tmp_path / "theirs" / WEIGHTS)
-    assert written.keys() == again.keys()
-    assert all(torch.equal(written[name], again[name]) for name in written)
+    theirs = against_peft.assert_as_peft(mine, against_peft.saved(mine, config, tmp_path / "adapter"), bases[case])
     read = with_adapter(built(config), read_adapter(tmp_path / "theirs"))
     torch.testing.assert_close(read(IDS), theirs(IDS).logits, rtol=1e-5, atol=1e-5)
-    rows, wanted = MergedRows(mine), dict(theirs.merge_and_unload().named_parameters())
+    rows = MergedRows(mine)
     assert not rows.is_untied
-    assert rows.base.keys() == wanted.keys()
-    for name in rows.base:
-        torch.testing.assert_close(rows[name], wanted[name], rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+    against_peft.assert_merged_as_peft(rows, theirs)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +64,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found = {}
     for name in ("tied", "untied"):
         root = tmp_path_factory.mktemp(name)
-        torch.manual_seed(0)
-        settings = {**SHAPE, "vocab_size": 260, "tie_word_embeddings": name == "tied"}
-        LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(root / "base")
+        tiny.llama(**SHAPE | {"vocab_size": 260}, tie_word_embeddings=name == "tied").save_pretrained(root / "base")
         ids = "[101,97,32]" if name == "tied" else "{embed_tokens: [101,97,32], lm_head: [101,97,32]}"
         words = ("adapter=lora", "adapter.target_modules=[v_proj]", f"adapter.trainable_token_indices={ids}")
         found[name] = root / "base", words, strategies.train(root / "run", root / "base", *words)
@@ -99,11 +77,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 )
 def test_every_strategy_agrees_with_one_device(name: str, layout: str, alone: Any, tmp_path: Path) -> None:
     base, words, reference = alone[name]
-    assert reference[2] == {}
     assert sum("token_adapter" in each for each in reference[1]) == (1 if name == "tied" else 2)
-    for norms, saved, changed in run_ranks(2, strategies.train, tmp_path, base, *words, *strategies.LAYOUTS[layout]):
-        assert changed == {}
-        strategies.assert_as_alone(norms, saved, reference)
+    strategies.assert_ranks_as_alone(reference, tmp_path, base, *words, *strategies.LAYOUTS[layout])
 
 
 POOR = ["<|endoftext|>"]
@@ -146,18 +121,11 @@ def test_tokens_of_a_chat_template_are_learned_in_spare_rows(tied: bool, capfd: 
     for name, tensor in before.items():
         rows = known if name.removesuffix(".weight") in layers else slice(None)
         assert "q_proj" in name or torch.equal(tensor[rows], after[name][rows]), name
-    losses = []
-    for source in ("run", "merged"):
-        capfd.readouterr()
-        assert forgather("eval", source, *chat_words("base")[3:7], "precision=fp32", "--json") == 0
-        losses.append(json.loads(capfd.readouterr().out)["eval_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    runs.assert_same_eval_losses(capfd, ("run", "merged"), *chat_words("base")[3:7])
     on = ("adapter.target_modules=[q_proj]", "adapter.from_adapter=run/x", "learning_rate=0", "output_dir=on")
     Path("run/x").symlink_to(runs.newest("run").resolve())
     assert forgather(*chat_words("base", *on)) == 0
-    again = load_file(runs.newest("on") / WEIGHTS)
-    assert again.keys() == saved.keys()
-    assert all(torch.equal(again[name], saved[name]) for name in saved)
+    assert equal(load_file(runs.newest("on") / WEIGHTS), saved)
 
 
 def test_tokens_without_rows_are_added_to_the_base_first(capfd: pytest.CaptureFixture[str]) -> None:
@@ -190,9 +158,7 @@ def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]
     found = {}
     for tied in (True, False):
         found[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
-        torch.manual_seed(0)
-        settings = {**SHAPE, "vocab_size": 260, "tie_word_embeddings": tied}
-        LlamaForCausalLM(LlamaConfig(**settings)).save_pretrained(found[tied])
+        tiny.llama(**SHAPE | {"vocab_size": 260}, tie_word_embeddings=tied).save_pretrained(found[tied])
         load_tokenizer("bytes").save(found[tied])
     return found
 

@@ -26,12 +26,8 @@ WORDS = [
     "callbacks.progress=null", "callbacks.json=null", "+callbacks.control={}",
     "+callbacks.orders._target_=control_orders.Orders",
 ]  # fmt: skip
-STRATEGIES = {
-    "single": ["trainer=single"],
-    "ddp": ["trainer=ddp"],
-    "pipeline": ["trainer=pipeline", "n_microbatches=2"],
-    "fsdp2": ["trainer=fsdp2"],
-}
+STRATEGIES = {name: [f"trainer={name}"] for name in ("single", "ddp", "fsdp2")}
+STRATEGIES["pipeline"] = ["trainer=pipeline", "n_microbatches=2"]
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +109,7 @@ def test_abort_saves_nothing(tmp_path: Path) -> None:
 def test_an_evaluation_is_given_up_for_save_and_stop_and_not_begun_again_for_the_save(
     strategy: str, words: list[str], tmp_path: Path
 ) -> None:
-    end = run(strategy, tmp_path, ["prediction 4 save_and_stop"], "eval_steps=4", *words)
+    end = run(strategy, tmp_path, ["prediction_step 4 save_and_stop"], "eval_steps=4", *words)
     assert (end.states, end.evaluations, end.step) == (["evaluating"], 0, 4)
     assert [(c.state, c.checkpoint) for c in end.answers] == [("done", end.checkpoint(4))]
 
@@ -122,7 +118,7 @@ def test_an_evaluation_is_given_up_for_save_and_stop_and_not_begun_again_for_the
     ("strategy", "command"), [("single", "save"), ("single", "stop"), ("pipeline", "save"), ("pipeline", "abort")]
 )
 def test_commands_in_an_evaluation(strategy: str, command: str, tmp_path: Path) -> None:
-    end = run(strategy, tmp_path, [f"prediction 4 {command}"], "eval_steps=4", "max_steps=6")
+    end = run(strategy, tmp_path, [f"prediction_step 4 {command}"], "eval_steps=4", "max_steps=6")
     assert end.answers[0].state == "done"
     assert end.evaluations == (1 if command == "save" else 0)
     assert end.step == (6 if command == "save" else 4)

@@ -8,6 +8,7 @@ import stat
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from control.entries import entry
@@ -28,12 +29,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ended() -> tuple[int, str]:
-    """(pid, start) of a process that is gone."""
+def ended() -> dict[str, Any]:
+    """What an entry has of a process that is gone."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
         start = registry.start_of(process.pid)
         process.kill()
-    return process.pid, start
+    return {"pid": process.pid, "process_start_time": start}
 
 
 def test_an_entry_is_its_owners_alone_and_whole_at_once(home: Path) -> None:
@@ -61,14 +62,14 @@ def test_the_config_home_is_that_of_the_standard(monkeypatch: pytest.MonkeyPatch
     assert entries() == []
 
 
-def test_an_id_of_a_running_job_is_not_taken_over_and_that_of_an_ended_one_is(ended: tuple[int, str]) -> None:
+def test_an_id_of_a_running_job_is_not_taken_over_and_that_of_an_ended_one_is(ended: dict[str, Any]) -> None:
     mine = entry("job")
     register(mine, "a" * 64)
     with pytest.raises(ControlError, match="job_id: job is the id of a job that runs"):
         register(entry("job", port=2), "b" * 64)
     assert mine.token() == "a" * 64
     unregister(mine)
-    register(entry("job", pid=ended[0], process_start_time=ended[1]), "a" * 64)
+    register(entry("job", **ended), "a" * 64)
     register(entry("job", port=2), None)
     assert [(found.port, found.token()) for found in entries()] == [(2, None)]
 
@@ -139,11 +140,11 @@ def test_what_is_no_job_is_not_looked_for_elsewhere(word: str) -> None:
 
 
 def test_cleanup_removes_what_ended_or_is_torn_and_leaves_others_alone(
-    ended: tuple[int, str], home: Path, capsys: pytest.CaptureFixture[str]
+    ended: dict[str, Any], home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     register(entry("alive"), None)
-    register(entry("dead", pid=ended[0], process_start_time=ended[1]), "a" * 64)
-    register(entry("foreign", hostname="elsewhere", pid=ended[0], process_start_time=ended[1]), None)
+    register(entry("dead", **ended), "a" * 64)
+    register(entry("foreign", hostname="elsewhere", **ended), None)
     jobs = home / "forgather/jobs"
     for name, text in (("torn", '{"job_id": "torn"'), ("empty", ""), ("renamed", json.dumps(asdict(entry("alive"))))):
         (jobs / name).mkdir()
@@ -160,21 +161,7 @@ def test_cleanup_removes_what_ended_or_is_torn_and_leaves_others_alone(
     assert printed(capsys, "control", "cleanup") == (0, "nothing to remove\n", "")
 
 
-def test_list_tells_jobs_of_this_machine_ended_ones_and_foreign_ones_apart(
-    ended: tuple[int, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert printed(capsys, "control", "list") == (0, "no jobs\n", "")
-    register(entry("mute"), None)
-    register(entry("dead", pid=ended[0], process_start_time=ended[1]), None)
-    register(entry("foreign", hostname="elsewhere"), None)
-    text = printed(capsys, "control", "list").out
-    for name, state in (("mute", "does not answer"), ("dead", "cut"), ("foreign", "on elsewhere")):
-        assert any(name in line and state in line for line in text.splitlines()), text
-    shown = {job["job_id"]: (job["running"], job["status"]) for job in document(capsys, "control", "list")}
-    assert shown == {"mute": (True, None), "dead": (False, None), "foreign": (None, None)}
-
-
-def test_what_cannot_be_done_is_said_in_one_line(ended: tuple[int, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_done_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     def told(*words: str) -> tuple[int, str]:
         done = printed(capsys, "control", *words)
         return done.code, done.err.strip()
@@ -195,7 +182,7 @@ def test_what_cannot_be_done_is_said_in_one_line(ended: tuple[int, str], capsys:
 
 
 def test_a_run_that_takes_no_commands_is_told_by_who_holds_its_directory(
-    ended: tuple[int, str], capsys: pytest.CaptureFixture[str]
+    ended: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """While it starts, or without callbacks.control, nothing but the lock tells of a job."""
     run, here, alive = RunDir(Path("run")), os.uname().nodename, os.getppid()
@@ -212,7 +199,7 @@ def test_a_run_that_takes_no_commands_is_told_by_who_holds_its_directory(
     assert waiting == told("status", f"{alive} on {here}")
     assert waiting.startswith(f"error: run: process {alive} runs there but takes no commands: it is still starting or ")
     assert waiting.endswith(f"wait, or stop it with a checkpoint by SIGTERM (kill {alive})")
-    killed = told("status", f"{ended[0]} on {here}")
+    killed = told("status", f"{ended['pid']} on {here}")
     assert killed.startswith("error: run: no job runs there; the last one was cut")
     assert killed.endswith("forgather resume run continues it")
     assert "the last one was started on afar and has not told of its end" in told("status", f"{alive} on afar")

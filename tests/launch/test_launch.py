@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 from program import SMALL, Process
+from terminal import Screen
 from two_ranks import recorded_steps
 
 from forgather_cli import __version__
@@ -158,12 +159,10 @@ def test_a_setup_mistake_leaves_no_directory(capsys: pytest.CaptureFixture[str])
 def test_a_setup_mistake_in_a_resume_takes_back_its_files_alone(
     used: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sorted(path for path in Path("run").rglob("*") if path.name != ".lock")
-    exit_before = used.exit.read_text()
+    before = {path: content for path, (_, content) in state().items()}
     assert launch(lambda: reload_config(Path("run"), ["hidden_size=32", "max_steps=4"]), work) == 2
     assert "model" in capsys.readouterr().err
-    assert sorted(path for path in Path("run").rglob("*") if path.name != ".lock") == before
-    assert used.exit.read_text() == exit_before
+    assert {path: content for path, (_, content) in state().items()} == before
 
 
 def test_an_output_dir_that_cannot_be_made_is_said() -> None:
@@ -227,13 +226,8 @@ def test_signals_to_a_forked_worker_do_not_reach_its_parent_whose_handlers_are_p
     assert signal.getsignal(signal.SIGINT) is before
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_the_log_has_lines_without_colour_and_without_what_was_overwritten() -> None:
-    terminal, log = Terminal(), io.StringIO()
+    terminal, log = Screen(), io.StringIO()
     tee = Tee(terminal, log)
     assert tee.isatty()
     tee.write("plain\n\x1b[1;31mred\x1b[0m line\n")

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import stat
 import threading
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 from program import Process, forgather, until
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-from two_ranks import RUN, SMALL, WATCHED, ended, fault, nobody_left, recorded_steps, start
+from two_ranks import RUN, SMALL, WATCHED, ended, fault, free_port, nobody_left, recorded_steps, start
 
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config
@@ -46,12 +45,6 @@ SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_
 def _joins_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [*TORCHRUN, *SLURM]:
         monkeypatch.delenv(name, raising=False)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 # ------------------------------------------------------------------------------------------------- the place of a rank
@@ -82,7 +75,7 @@ def test_an_environment_that_is_not_whole_is_said() -> None:
             joined([], environ)
 
 
-def test_slurm_says_where_a_rank_stands() -> None:
+def test_slurm_says_where_a_rank_stands_and_which_host_is_the_first() -> None:
     place = joined([], SLURM)
     assert place == Place(3, 4, 1, 2, "gpu03", 20007, by="Slurm")
     assert joined(["x=1", "rdzv_endpoint=head:5000"], SLURM) == Place(3, 4, 1, 2, "head", 5000, by="Slurm")
@@ -92,13 +85,8 @@ def test_slurm_says_where_a_rank_stands() -> None:
     assert one_gpu.local_rank == 0  # --gpus-per-task: each task sees its own as the first
     assert joined([], {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}) is None  # a batch script
     assert joined([], {**SLURM, "SLURM_STEP_NUM_TASKS": "1"}) is None
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"), [("n1", "n1"), ("n1,n2", "n1"), ("n[3-5]", "n3"), ("a[07,9]-ib,b", "a07-ib"), ("", "")]
-)
-def test_the_first_host_of_a_slurm_list(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    nodes = {"n1": "n1", "n1,n2": "n1", "n[3-5]": "n3", "a[07,9]-ib,b": "a07-ib", "": ""}
+    assert {each: first_host(each) for each in nodes} == nodes
 
 
 # ---------------------------------------------------------------------------------------------------------- how many
@@ -138,36 +126,24 @@ def test_gpus_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "joined_size", "message"),
     [
-        (["rdzv_endpoint=here"], r"rdzv_endpoint: must be HOST:PORT, got 'here'"),
-        (["nproc_per_node=2", "device=cuda:1"], "device: cuda:1 is one device for 2 ranks; set device=cuda"),
-        (["node_rank=1"], "node_rank: counts from 0 to nnodes-1, got 1 with nnodes=1"),
-        (["nnodes=2"], "rdzv_endpoint: nnodes=2 have to meet somewhere; set rdzv_endpoint=HOST:PORT"),
-    ],
-)
-def test_settings_of_the_launch_that_do_not_fit(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        layout_of("trainer=ddp", *words)
-
-
-@pytest.mark.parametrize(
-    ("words", "size", "message"),
-    [
-        ([], 2, "trainer: single trains in one process, but torchrun has started 2; choose trainer=ddp"),
+        (["rdzv_endpoint=here"], None, r"rdzv_endpoint: must be HOST:PORT, got 'here'"),
+        (["nproc_per_node=2", "device=cuda:1"], None, "device: cuda:1 is one device for 2 ranks; set device=cuda"),
+        (["node_rank=1"], None, "node_rank: counts from 0 to nnodes-1, got 1 with nnodes=1"),
+        (["nnodes=2"], None, "rdzv_endpoint: nnodes=2 have to meet somewhere; set rdzv_endpoint=HOST:PORT"),
+        (["trainer=single"], 2, "single trains in one process, but torchrun has started 2; choose trainer=ddp"),
         (["trainer=pipeline"], 1, r"trainer: pipeline needs at least 2 ranks, got 1 .*; choose trainer=single"),
-        (
-            ["trainer=ddp", "nproc_per_node=2"],
-            4,
-            "nproc_per_node: 2 on 1 nodes are asked for, but torchrun",
-        ),
-        (["trainer=ddp", "max_restarts=2"], 2, "max_restarts: the ranks were started by torchrun.*; leave it out"),
-        (["trainer=ddp"], 3, "global_batch_size: 4 sequences cannot be shared evenly by 3 ranks"),
+        (["nproc_per_node=2"], 4, "nproc_per_node: 2 on 1 nodes are asked for, but torchrun"),
+        (["max_restarts=2"], 2, "max_restarts: the ranks were started by torchrun.*; leave it out"),
+        ([], 3, "global_batch_size: 4 sequences cannot be shared evenly by 3 ranks"),
     ],
 )
-def test_settings_that_a_joined_world_does_not_allow(words: list[str], size: int, message: str) -> None:
+def test_settings_that_a_launch_or_a_joined_world_does_not_allow(
+    words: list[str], joined_size: int | None, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
-        layout_of(*words, place=Place(size=size, by="torchrun"))
+        layout_of("trainer=ddp", *words, place=joined_size and Place(size=joined_size, by="torchrun"))
 
 
 # ------------------------------------------------------------------------------------------------- what ranks tell

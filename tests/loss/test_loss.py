@@ -49,13 +49,11 @@ def reference(logits: Tensor, y: Tensor, z_loss: float = 0.0, label_smoothing: f
     return total
 
 
-OPTIONS = [
-    {},
-    {"z_loss": 0.01},
-    {"label_smoothing": 0.1},
-    {"z_loss": 0.003, "label_smoothing": 0.2},
-]
-ids = ["plain", "z_loss", "label_smoothing", "both"]
+OPTIONS: dict[str, dict[str, float]] = {
+    "plain": {}, "z_loss": {"z_loss": 0.01}, "label_smoothing": {"label_smoothing": 0.1},
+    "both": {"z_loss": 0.003, "label_smoothing": 0.2},
+}  # fmt: skip
+of_options = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def inputs(seed: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,40 +66,37 @@ def gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss / 7, of))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
-def test_cross_entropy_follows_its_definition(options: dict[str, float]) -> None:
-    hidden, weight, _ = inputs()
-    loss, expected = (
-        cross_entropy_sum(hidden @ weight.t(), labels(), **options),
-        reference(hidden @ weight.t(), labels(), **options),
-    )
-    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(gradients(loss, hidden, weight), gradients(expected, hidden, weight), strict=True):
+def assert_same(loss: Tensor, expected: Tensor, *of: Tensor) -> None:
+    """Value and gradients."""
+    torch.testing.assert_close(loss.double(), expected.double(), rtol=1e-5, atol=1e-5)
+    for ours, theirs in zip(gradients(loss, *of), gradients(expected, *of), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+@of_options
+def test_cross_entropy_follows_its_definition(options: dict[str, float]) -> None:
+    hidden, weight, _ = inputs()
+    loss, expected = (total(hidden @ weight.t(), labels(), **options) for total in (cross_entropy_sum, reference))
+    assert_same(loss, expected, hidden, weight)
+
+
 @pytest.mark.parametrize("chunk_size", [7, B * T, 1000])
-@pytest.mark.parametrize("options", OPTIONS, ids=ids)
+@of_options
 def test_chunked_loss_equals_the_plain_one(options: dict[str, float], chunk_size: int) -> None:
     hidden, weight, bias = inputs()
     plain = cross_entropy_sum(F.linear(hidden, weight, bias), labels(), **options)
     fused = linear_cross_entropy_sum(hidden, weight, labels(), bias=bias, chunk_size=chunk_size, **options)
-    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-5)
+    assert fused.dtype == plain.dtype
+    assert_same(fused, plain, hidden, weight, bias)
     with torch.no_grad():
         same = linear_cross_entropy_sum(hidden, weight, labels(), bias=bias, chunk_size=chunk_size, **options)
     torch.testing.assert_close(same, plain, rtol=1e-5, atol=1e-5)
-    for ours, theirs in zip(
-        gradients(fused, hidden, weight, bias), gradients(plain, hidden, weight, bias), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_only_wanted_gradients_are_made() -> None:
     hidden, weight, bias = inputs()
     fused = linear_cross_entropy_sum(hidden, weight.detach(), labels(), bias=bias)
-    plain = cross_entropy_sum(F.linear(hidden, weight, bias), labels())
-    for ours, theirs in zip(gradients(fused, hidden, bias), gradients(plain, hidden, bias), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_same(fused, cross_entropy_sum(F.linear(hidden, weight, bias), labels()), hidden, bias)
     fused = linear_cross_entropy_sum(hidden.detach(), weight, labels())
     assert torch.autograd.grad(fused, weight)[0].shape == weight.shape
     assert not linear_cross_entropy_sum(hidden.detach(), weight.detach(), labels()).requires_grad
@@ -159,10 +154,7 @@ def test_model_with_loss_equals_plain_pytorch(option: Any, tied: bool) -> None:
     logits = model(batch()["input_ids"], document_ids=documents)
     expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels()[:, 1:].flatten(), reduction="sum")
     assert num_targets(labels()) == (labels()[:, 1:] != -100).sum()
-    torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
-    parameters = list(model.parameters())
-    for ours, theirs in zip(gradients(total, *parameters), gradients(expected, *parameters), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    assert_same(total, expected, *model.parameters())
 
 
 def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -188,13 +180,10 @@ def total_of(loss: Loss, b: dict[str, Tensor], *count: Tensor) -> Tensor:
     return ModelWithLoss(decoder(), loss)(b, *count)
 
 
-def test_a_users_mean_is_weighted_by_its_targets() -> None:
+def test_a_users_mean_is_weighted_by_its_targets_and_without_any_zero_with_zero_gradient() -> None:
     expected = total_of(build_loss(), batch())
     torch.testing.assert_close(total_of(build_loss(loss_fn=mean_loss), batch()), expected)
     torch.testing.assert_close(total_of(build_loss(loss_fn=mean_loss), batch(), torch.tensor(1000)), expected)
-
-
-def test_a_users_mean_over_no_targets_is_zero_with_zero_gradient() -> None:
     model, empty = decoder(), {**batch(), "labels": torch.full((B, T), -100)}
     total = ModelWithLoss(model, build_loss(loss_fn=mean_loss))(empty)
     assert total == 0

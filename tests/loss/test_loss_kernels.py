@@ -24,14 +24,11 @@ import tiny
 import torch
 import torch.nn.functional as F
 from program import forgather
+from test_loss import OPTIONS, B, E, T, V, labels, of_options
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forgather_cli.config.schema import (
-    CutCrossEntropySettings,
-    KernelLoss,
-    LigerSettings,
-)
+from forgather_cli.config.schema import CutCrossEntropySettings, KernelLoss, LigerSettings
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.loss import CutCrossEntropy, EvalMetrics, Liger, Loss, ModelWithLoss, build_loss
 from forgather_cli.strategies.base import Batch
@@ -39,7 +36,6 @@ from forgather_cli.strategies.base import Batch
 CPU = torch.device("cpu")
 STANDINS = Path(__file__).parents[1] / "standins"
 PACKAGES = ("liger_kernel", "cut_cross_entropy")
-B, T, V, E = 3, 17, 53, 16
 
 
 @contextmanager
@@ -80,10 +76,8 @@ class Head(nn.Module):
 
 
 def batch(ignored: float = 0.3) -> Batch:
-    generator = torch.Generator().manual_seed(1)
-    labels = torch.randint(0, V, (B, T), generator=generator)
-    labels[torch.rand(B, T, generator=generator) < ignored] = -100
-    return {"input_ids": labels.clamp(min=0), "labels": labels}
+    drawn = labels(ignored, seed=1)
+    return {"input_ids": drawn.clamp(min=0), "labels": drawn}
 
 
 def results(loss: Loss, model: nn.Module, given: Batch) -> list[Tensor]:
@@ -111,11 +105,8 @@ def assert_equal(found: list[Tensor], expected: list[Tensor], near: float = 1e-5
         assert (ours - theirs).norm() <= near * theirs.norm() + 1e-6
 
 
-LIGER = [{}, {"z_loss": 0.01}, {"label_smoothing": 0.1}, {"z_loss": 0.003, "label_smoothing": 0.2}]
-
-
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("options", LIGER, ids=["plain", "z_loss", "label_smoothing", "both"])
+@of_options
 def test_liger_gets_the_options_the_head_and_the_next_labels(
     standins: None, options: dict[str, float], bias: bool
 ) -> None:
@@ -127,27 +118,27 @@ def test_liger_gets_the_options_the_head_and_the_next_labels(
     assert_equal([total], defined(model, batch(), **options)[:1])
 
 
-@pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropySettings()], ids=lambda o: o.type)
-def test_a_tied_decoder_gets_the_gradients_of_plain_pytorch(standins: None, option: KernelLoss) -> None:
-    model = tiny.decoder(tie_word_embeddings=True)
-    assert_equal(results(build_loss(option), model, batch()), defined(model, batch()))
+of_kernels = pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropySettings()], ids=lambda o: o.type)
 
 
-@pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropySettings()], ids=lambda o: o.type)
-def test_a_head_above_a_frozen_body_is_trained(standins: None, option: KernelLoss) -> None:
-    model = Head()
-    model.hidden.requires_grad_(False)
-    assert_equal(results(build_loss(option), model, batch()), defined(model, batch()))
+@of_kernels
+def test_tied_and_above_a_frozen_body_a_head_gets_the_gradients_of_plain_pytorch(
+    standins: None, option: KernelLoss
+) -> None:
+    frozen = Head()
+    frozen.hidden.requires_grad_(False)
+    for model in (tiny.decoder(tie_word_embeddings=True), frozen):
+        assert_equal(results(build_loss(option), model, batch()), defined(model, batch()))
 
 
-@pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropySettings()], ids=lambda o: o.type)
+@of_kernels
 def test_no_targets_give_zero_and_no_gradient(standins: None, option: KernelLoss) -> None:
     found = results(build_loss(option), Head(), batch(ignored=1.0))
     assert len(found) == 3
     assert not any(t.any() for t in found)
 
 
-@pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropySettings()], ids=lambda o: o.type)
+@of_kernels
 def test_products_follow_autocast(standins: None, option: KernelLoss) -> None:
     model, exact = Head(), defined(Head(), batch())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -164,9 +155,6 @@ def test_an_evaluation_counts_predictions_beside_them(standins: None) -> None:
         loss.eval_metrics = seen = EvalMetrics(CPU)
         ModelWithLoss(model, loss)(given)
         assert seen.correct == right
-
-
-# ------------------------------------------------------------------------------------------------------ what is refused
 
 
 def test_what_they_cannot_do_is_said_by_name(standins: None) -> None:
@@ -207,8 +195,6 @@ def test_a_missing_package_is_named_with_the_command_before_anything_starts(
     assert not any(Path().iterdir())
 
 
-# ---------------------------------------------------------------------------------------------------- the real packages
-
 CALLED = {
     "liger_kernel": ("liger_kernel.transformers", "LigerFusedLinearCrossEntropyLoss"),
     "cut_cross_entropy": ("cut_cross_entropy", "linear_cross_entropy"),
@@ -231,15 +217,13 @@ def compare(package: str) -> None:
     module, name = CALLED[package]
     signature = inspect.signature(getattr(import_module(module), name))
     if package == "liger_kernel":
-        for options in LIGER:
+        for options in OPTIONS.values():
             model = Head(bias=True)
             assert_equal(results(Liger(**options), model, batch()), defined(model, batch(), **options))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = results(Liger(), Head(), batch())
     else:
         assert_equal(results(CutCrossEntropy(), Head(), batch()), defined(Head(), batch()))
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = results(CutCrossEntropy(), Head(), batch())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = results(Liger() if package == "liger_kernel" else CutCrossEntropy(), Head(), batch())
     assert_equal(found, defined(Head(), batch()), near=0.01)
     with standing_in():
         known = inspect.signature(getattr(import_module(module), name)).parameters

@@ -147,9 +147,6 @@ def test_buckets_of_their_own_are_a_second_copy_of_the_gradients(tmp_path: Path)
     assert fused.gradients < views.gradients / 2
 
 
-# --------------------------------------------------------------------------------------------------------- pipelines
-
-
 def test_stages_add_up_to_the_model(tmp_path: Path) -> None:
     made = plan(tmp_path, 2, "trainer=pipeline", "schedule=Interleaved1F1B")
     assert [(s.index, s.rank, s.first_layer, s.last_layer) for s in made.stages] == [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 from diloco.client import serving
-from program import Process, document, forgather
+from program import Process, document, forgather, until
 
 RECIPE = (
     "model=nano", "model.hidden_size=128", "model.num_hidden_layers=3", "optimizer=adamw", "learning_rate=2e-3",
@@ -35,9 +34,8 @@ def test_bytes_are_those_of_a_run(
         address = ("--server", f"127.0.0.1:{server.client.port}")
         worker = Process(*words, *address, env={"DILOCO_TOKEN": server.client.token})
         assert worker.finish() == 0, worker.output
-        until = time.monotonic() + 60
-        while (status := server.client.status())["round"] < 3:
-            assert time.monotonic() < until
+        until(lambda: server.client.status()["round"] >= 3)
+        status = server.client.status()
     found = planned(capsys, *settings)
     assert found["exchanges"] == 3
     assert found["sent_in_all"] == pytest.approx(status["received"], rel=0.02)

@@ -38,25 +38,22 @@ CASES: dict[tuple[str, ...], tuple[float, float]] = {
 
 @pytest.mark.parametrize("overrides", CASES, ids=lambda words: " ".join(words[1:]))
 def test_predictions_are_near_what_is_allocated(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    config = tiny.config(tmp_path, *SHORT, *overrides)
+    low, high = CASES[overrides]
+    assert low <= predicted_over_measured(tiny.config(tmp_path, *SHORT, *overrides), tmp_path) <= high
+
+
+def predicted_over_measured(config: Config, path: Path) -> float:
+    """Of the bytes of all tensors together at the fullest moment of a training."""
     gc.collect()  # models of earlier tests that went meanwhile would count as given back
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        tiny.train(config, RunDir(tmp_path))
-    low, high = CASES[overrides]
-    assert low <= make_plan(config).fullest.tensors / peak(trace) <= high
-
-
-def peak(trace: profile) -> int:
-    """Bytes of all tensors together at the fullest moment."""
+        tiny.train(config, RunDir(path))
     events = [(e.start_ns(), e.nbytes()) for e in trace.profiler.kineto_results.events() if e.name() == "[memory]"]
     now = most = 0
     for _, size in sorted(events):
         now += size
         most = max(most, now)
-    return most
+    return make_plan(config).fullest.tensors / most
 
-
-# ------------------------------------------------------------------------------------------------------ sizes and ways
 
 WORDS = ("device=cpu", "seq_len=256", "global_batch_size=96", "per_device_train_batch_size=4", "async_save=false")
 
@@ -131,9 +128,6 @@ def test_sizes_are_read_as_people_write_them_and_ranks_share_the_machines(tmp_pa
     one, four = budget_of(config, None), budget_of(replace(config, trainer=DDPSettings(), nproc_per_node=4), None)
     assert one.total / four.total == pytest.approx(4, rel=0.2)
     assert "shared by 4 ranks" in four.source
-
-
-# --------------------------------------------------------------------------------------------------------- the command
 
 
 def test_the_command_confirms_by_real_steps(capsys: pytest.CaptureFixture[str]) -> None:

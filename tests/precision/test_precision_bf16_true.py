@@ -59,9 +59,6 @@ def own(layout: str) -> tuple[str, ...]:
     return (f"per_device_train_batch_size={6 if layout.startswith(('ddp', 'fsdp2')) else 12}",)
 
 
-# ------------------------------------------------------------------------------------------------------- the reference
-
-
 def fresh() -> Decoder:
     """What the run starts with: drawn in fp32, rounded once."""
     model = build_model(composed_of(BASE).model, vocab_size=257, seq_len=16)
@@ -100,9 +97,6 @@ def test_one_device_is_a_plain_loop_in_bf16() -> None:
     for name, tensor in model.named_parameters():
         if name != "lm_head.weight":
             torch.testing.assert_close(found.tensors()[name], tensor.detach(), rtol=2**-7, atol=1e-4)
-
-
-# ------------------------------------------------------------------------------------------------------ the strategies
 
 
 @functools.cache
@@ -170,9 +164,6 @@ def test_another_layout_goes_on_from_the_same_bits(tmp_path: Path, writer: str, 
     assert furthest(found.losses, source.losses[4:]) <= apart()["loss"]
 
 
-# ------------------------------------------------------------------------------------------------------------- one rank
-
-
 @pytest.mark.parametrize(
     "settings", [("loss=linear_cross_entropy", "chunk_size=20"), ("gradient_checkpointing=true",)], ids=" ".join
 )
@@ -201,9 +192,6 @@ def test_moments_follow_weights_into_another_precision(tmp_path: Path) -> None:
             assert tensor.dtype == (torch.float32 if counter else dtype), name
             assert torch.equal(tensor, source.tensors(4)[name].to(tensor.dtype)), name
         assert furthest(found.losses, full.losses[4:]) < 1e-3
-
-
-# --------------------------------------------------------------------------------------------------- model directories
 
 
 def test_checkpoints_are_bf16_models_of_transformers(tmp_path: Path) -> None:

@@ -26,30 +26,23 @@ HIGH = (f"precision.init_scale={2.0**24}", "precision.growth_interval=3")
 """2^24 overflows at first, and so does what three steps without overflow double."""
 
 
-# -------------------------------------------------------------------------------------------------------- the reference
+def seeing() -> tuple[SimpleNamespace, TrainerCallback]:
+    """Batches, losses, norms and scales of every step, and the callback that notes them."""
+    seen = SimpleNamespace(losses=[], norms=[], scales=[], updates=[])
 
+    def begins(state: Any, control: Any, trainer: Any, **_: Any) -> None:
+        seen.batches = tiny.note_batches(trainer.strategy)
 
-class Seen(TrainerCallback):
-    """Batches, losses, norms and scales of every step."""
+    def measured(state: Any, control: Any, loss: Any, grad_norm: Any, **_: Any) -> None:
+        seen.losses.append(float(loss))
+        seen.norms.append(float(grad_norm))
 
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-        self.norms: list[float] = []
-        self.scales: list[float] = []
-        self.updates: list[int] = []
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.batches = tiny.note_batches(kwargs["trainer"].strategy)
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.scales.append(kwargs["trainer"].run.scaler.scale)
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.updates.append(state.global_step)
-
-    def on_train_metrics(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.losses.append(float(kwargs["loss"]))
-        self.norms.append(float(kwargs["grad_norm"]))
+    return seen, tiny.acts(
+        on_train_begin=begins,
+        on_step_begin=lambda state, control, trainer, **_: seen.scales.append(trainer.run.scaler.scale),
+        on_optimizer_step=lambda state, control, **_: seen.updates.append(state.global_step),
+        on_train_metrics=measured,
+    )
 
 
 LR, WARMUP, CLIP = 1e-2, 4, 0.5
@@ -91,13 +84,13 @@ def _loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # GradScaler hides the skipped first step
 def test_one_device_is_a_plain_loop_with_a_grad_scaler(tmp_path: Path) -> None:
-    seen = Seen()
+    seen, notes = seeing()
     arguments = tiny.config(
         tmp_path, "precision=fp16", *HIGH, "max_steps=30", f"learning_rate={LR}", "lr_scheduler=constant",
         f"warmup_steps={WARMUP}", "weight_decay=0", f"max_grad_norm={CLIP}", "per_device_train_batch_size=4",
         "save_strategy=no", "eval_strategy=no", "logging_steps=1", "logging_first_step=true",
     )  # fmt: skip
-    trainer = Trainer(tiny.decoder(), arguments, train_dataset=tiny.RandomTokens(ragged=True), callbacks=[seen])
+    trainer = Trainer(tiny.decoder(), arguments, train_dataset=tiny.RandomTokens(ragged=True), callbacks=[notes])
     trainer.train()
     expected = plain(seen.batches)
     assert len({len(parts) for parts in seen.batches}) == 1
@@ -117,7 +110,7 @@ def test_one_device_is_a_plain_loop_with_a_grad_scaler(tmp_path: Path) -> None:
     assert_logged(trainer.state.log_history, seen, set(skipped))
 
 
-def assert_logged(history: list[dict[str, float]], seen: Seen, skipped: set[int]) -> None:
+def assert_logged(history: list[dict[str, float]], seen: Any, skipped: set[int]) -> None:
     """Each step has its log: the loss always, a norm where there was an update, the number of skipped steps so far."""
     logs = [record for record in history if "loss_scale" in record]
     assert [record["step"] for record in logs] == list(range(1, len(seen.losses) + 1))
@@ -128,8 +121,6 @@ def assert_logged(history: list[dict[str, float]], seen: Seen, skipped: set[int]
         if step not in skipped:
             assert record["grad_norm"] == pytest.approx(seen.norms[step])
 
-
-# -------------------------------------------------------------------------------------------------- strategies, resume
 
 BASE = (
     *corpus(), "precision=fp16", "model.num_hidden_layers=4", "model.tie_word_embeddings=true", "global_batch_size=12",
@@ -184,9 +175,6 @@ def test_another_strategy_goes_on_with_the_scale(tmp_path: Path) -> None:
     assert scale == saved["scale"] * (1.0 if found.norms[0] < float("inf") else 0.5)
 
 
-# ------------------------------------------------------------------------------------------------ overflow without end
-
-
 class Overflows(nn.Module):
     """Its gradients are infinite from step ``sound`` on."""
 
@@ -215,9 +203,6 @@ def test_gradients_that_always_overflow_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(DivergenceError, match=message):
         trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters()), "no overflow was applied"
-
-
-# ------------------------------------------------------------------------------------------------- settings, Python API
 
 
 def test_training_arguments_take_fp16(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +16,21 @@ import pytest
 import tiny
 import torch
 from program import forgather
+from test_qat import loss_and_gradients
 from tiny import token_batch
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.metrics import DefaultMetrics, _matmul_kind, peak_flops
 from forgather_cli.config.schema import FP8Settings
 from forgather_cli.errors import ModelError, SetupError
-from forgather_cli.loss import CrossEntropy
 from forgather_cli.precision import autocast_for
 from forgather_cli.quantized.convert import Conversion, converted, emulated
-from forgather_cli.strategies.base import ModelSpec
-from forgather_cli.strategies.single import SingleDevice
 
 CPU = torch.device("cpu")
 
 
 def conversion(model: nn.Module, **settings: Any) -> Conversion:
     return converted(model, FP8Settings(**settings), CPU)
-
-
-# ------------------------------------------------------------------------------------------------- against torchao
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -45,30 +41,17 @@ def test_losses_and_gradients_are_torchaos(recipe: str) -> None:
     reference = convert_to_float8_training(
         tiny.decoder(), config=config, module_filter_fn=lambda module, name: name != "lm_head"
     )
-    found = tiny.decoder()
-    settings = FP8Settings(fp8_recipe=recipe)  # type: ignore[arg-type]
+    found, plain, settings = tiny.decoder(), tiny.decoder(), FP8Settings(fp8_recipe=recipe)  # type: ignore[arg-type]
     converted(found, settings, CPU)
-    strategy = SingleDevice(CPU, CrossEntropy(), autocast_for(settings, CPU))
-    strategy.materialize(ModelSpec(lambda: found))
-    plain = tiny.decoder()
-
-    share = strategy.forward_backward([token_batch()], torch.tensor(60.0))
-    tokens = token_batch()["input_ids"]
-    with torch.autocast("cpu", torch.bfloat16):
-        total = CrossEntropy().total(reference, {"input_ids": tokens}, tokens, None)
-        in_bf16 = CrossEntropy().total(plain, {"input_ids": tokens}, tokens, None)
-    (total / 60.0).backward()
-    (in_bf16 / 60.0).backward()
-
-    assert share.item() == pytest.approx((total / 60.0).item(), rel=1e-6)
-    assert share.item() != pytest.approx((in_bf16 / 60.0).item(), rel=1e-6)
-    wanted = {name: p.grad for name, p in reference.named_parameters()}
-    for name, parameter in found.named_parameters():
-        torch.testing.assert_close(parameter.grad, wanted[name], msg=name)
+    loss, gradients = loss_and_gradients(found, autocast_for(settings, CPU))
+    in_bf16 = partial(torch.autocast, "cpu", torch.bfloat16)
+    wanted, wanted_gradients = loss_and_gradients(reference, in_bf16)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert loss != pytest.approx(loss_and_gradients(plain, in_bf16)[0], rel=1e-6)
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted_gradients[name], msg=name)
     assert not torch.equal(plain.lm_head.weight.grad, found.lm_head.weight.grad)  # type: ignore[union-attr, arg-type]
-
-
-# ------------------------------------------------------------------------------------------------------- the layers
 
 
 class OfUsers(nn.Module):
@@ -133,9 +116,6 @@ def test_inputs_are_rounded_to_the_autocast_dtype_first() -> None:
     assert out.dtype == torch.bfloat16
     out.float().sum().backward()
     assert layer.weight.grad.dtype == torch.float32
-
-
-# ---------------------------------------------------------------------------------------------------- mistakes, facts
 
 
 def test_without_torchao_the_message_says_how_to_install_it(

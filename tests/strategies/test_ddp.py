@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import socket
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import cache
@@ -19,6 +18,7 @@ from ddp import Buffered, Run, strategy_of, trained
 from ranks import logged, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from two_ranks import free_port
 from whole_batch import (
     CPU,
     Slices,
@@ -44,7 +44,12 @@ from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.ddp import DataParallel
 from forgather_cli.trainer import TrainingArguments
 
-# ------------------------------------------------------------------------------------------------------- one result
+
+def compiled_and_checkpointed() -> nn.Module:
+    model = tiny.decoder()
+    apply_activation_checkpointing(model)
+    compile_blocks(model, RunSettings(torch_compile=True, torch_compile_backend="aot_eager"))
+    return model
 
 
 UNEVEN: list[Slices] = [
@@ -70,6 +75,7 @@ CASES: dict[str, tuple[list[Slices], dict[str, Any], bool]] = {
     "3, uneven, a generator": (UNEVEN, {}, False),
     **{f"3, uneven, {name}": (UNEVEN, SETTINGS[name], True) for name in ("unused", "static")},
     **{name: ([even(2, 1), even(2, 2), even(2, 1)], each, True) for name, each in SETTINGS.items()},
+    "compiled, recomputed": ([even(2, 2)] * 2, {"build": compiled_and_checkpointed}, True),
 }
 
 
@@ -120,9 +126,6 @@ def test_gradients_are_exchanged_once_and_the_next_batch_is_asked_for_when_the_l
     assert equal(first[1], second[1])
 
 
-# ---------------------------------------------------------------------------------------------- what a setting does
-
-
 def after_a_step(settings: dict[str, Any]) -> tuple[float, bool, bool]:
     """The buffer, whether the weights at the start are this rank's own, whether gradients live in a bucket."""
     torch.manual_seed(dist.get_rank())
@@ -156,26 +159,6 @@ def test_what_the_installed_torch_cannot_do_is_refused(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"skip_all_reduce_unused_params: torch .* cannot do it; set it to false"):
         DataParallel(CPU, CrossEntropy(), nullcontext, DDPSettings(skip_all_reduce_unused_params=True))
     DataParallel(CPU, CrossEntropy(), nullcontext, DDPSettings())
-
-
-def compiled_and_checkpointed() -> dict[str, Any]:
-    def build() -> nn.Module:
-        model = tiny.decoder()
-        apply_activation_checkpointing(model)
-        compile_blocks(model, RunSettings(torch_compile=True, torch_compile_backend="aot_eager"))
-        return model
-
-    run = Run(strategy_of(build))
-    for number in range(2):
-        run.step(number, even(2, 2))
-    return run.result()
-
-
-def test_compiled_blocks_with_activation_checkpointing() -> None:
-    agree(run_ranks(2, compiled_and_checkpointed), reference(2))
-
-
-# -------------------------------------------------------------------------------------------------------- bit-equal
 
 
 def fresh_and_stepped(settings: dict[str, Any]) -> tuple[bool, bool]:
@@ -253,9 +236,6 @@ def test_a_model_that_takes_more_than_tokens() -> None:
     assert message.startswith("static_graph: NeedsMore cannot be tried with two tokens")
 
 
-# ------------------------------------------------------------------------------------------------ without collectives
-
-
 def evaluated_by_rank_1() -> float | None:
     """Only rank 1 evaluates and generates: nobody answers it."""
     strategy = strategy_of()
@@ -282,9 +262,6 @@ def test_one_rank_is_a_single_device(settings: dict[str, Any]) -> None:
     assert equal(in_a_group["weights"], alone["weights"])
     strategy = strategy_of(**settings)
     assert (strategy.data_size, strategy.gradient_sharing, strategy.own_state) == (1, None, None)
-
-
-# ------------------------------------------------------------------------------------------------------ from a script
 
 
 def script(folder: str, **arguments: Any) -> dict[str, Any]:
@@ -314,9 +291,7 @@ def joining(root: str, port: int) -> tuple[dict[str, Any], int, int]:
 
 
 def test_a_script_joins_the_world_that_its_launcher_describes_and_trains_data_parallel(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    ranks = run_ranks(2, joining, str(tmp_path / "two"), port)
+    ranks = run_ranks(2, joining, str(tmp_path / "two"), free_port())
     assert [place for _, *place in ranks] == [[0, 2], [1, 2]]
     alone = script(str(tmp_path / "one"), gradient_accumulation_steps=2)
     assert alone["strategy"] == "single"

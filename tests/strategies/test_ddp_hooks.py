@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from whole_batch import Slices, close, cut, equal, even, global_batch, mean_loss, reference, weights_of
 
-from forgather_cli import DDPSettings, TrainerCallback
+from forgather_cli import DDPSettings
 from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.documents.encoding import Encoded, decode
 from forgather_cli.errors import ConfigError, TrainingError
-
-# ------------------------------------------------------------------------------------------------ compressed gradients
 
 
 @pytest.mark.parametrize(("hook", "atol"), [("bf16_compress", 2e-3), ("fp16_compress", 2e-4)])
@@ -62,7 +61,15 @@ def resumed(run: Run, **settings: Any) -> Run:
     return again
 
 
-def test_powersgd_approximates_after_its_start_and_goes_on_after_a_resume() -> None:
+def loaded_elsewhere(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    run = Run(strategy_of(comm_hook="powersgd"))
+    run.strategy.own_state.load_state_dict(state)
+    loaded = run.strategy.own_state.state_dict()
+    run.step(0, even(3, 1))
+    return loaded, run.result()
+
+
+def test_powersgd_approximates_after_its_start_and_goes_on_after_a_resume_by_more_ranks_with_its_counters() -> None:
     straight, other = run_ranks(2, powersgd, -1)
     expected = reference(6)
     for number in range(2):
@@ -74,25 +81,12 @@ def test_powersgd_approximates_after_its_start_and_goes_on_after_a_resume() -> N
     for ours, theirs in zip(run_ranks(2, powersgd, 4), (straight, other), strict=True):
         assert equal(ours["weights"], theirs["weights"])
         assert ours["state"]["iter"] == theirs["state"]["iter"] == 1004
-
-
-def loaded_elsewhere(state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    run = Run(strategy_of(comm_hook="powersgd"))
-    run.strategy.own_state.load_state_dict(state)
-    loaded = run.strategy.own_state.state_dict()
-    run.step(0, even(3, 1))
-    return loaded, run.result()
-
-
-def test_powersgd_of_another_number_of_ranks_keeps_its_counters() -> None:
-    state = run_ranks(2, powersgd, -1)[0]["state"]
+    state = straight["state"]
     ranks = run_ranks(3, loaded_elsewhere, state)
     assert state["error_dict"]
     assert [(loaded["iter"], loaded["error_dict"]) for loaded, _ in ranks] == [(1004, {})] * 3
     assert all(equal(result["weights"], ranks[0][1]["weights"]) for _, result in ranks)
 
-
-# ---------------------------------------------------------------------------------------------------- post-local SGD
 
 LOCAL = PostLocalSGD(enabled=True, start_step=2, period=3)
 
@@ -125,29 +119,23 @@ def local_sgd_by_hand(
             mean_loss(model, cut(batch, slices[rank][0]) if local else batch).backward()  # type: ignore[no-untyped-call]
         if local:
             for first in range(0, ranks, group):
-                mean_gradients(models[first : first + group])
+                average(models[first : first + group], of=lambda p: p.grad)
         for rank, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             norms[rank].append(float(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
             optimizer.step()
             optimizer.zero_grad()
         if local and (number + 1 - settings.start_step) % settings.period == 0:
-            mean_weights(models)
+            average(models, of=lambda p: p)
     return [{"norms": n, "apart": weights_of(m)} for n, m in zip(norms, models, strict=True)]
 
 
-def mean_gradients(models: list[nn.Module]) -> None:
-    for same in zip(*(model.parameters() for model in models), strict=True):
-        mean = torch.stack([p.grad for p in same]).mean(0)
-        for p in same:
-            p.grad = mean.clone()
-
-
 @torch.no_grad()
-def mean_weights(models: list[nn.Module]) -> None:
+def average(models: list[nn.Module], of: Callable[[Tensor], Tensor]) -> None:
+    """What ``of`` finds for each parameter becomes the mean of all models."""
     for same in zip(*(model.parameters() for model in models), strict=True):
-        mean = torch.stack(list(same)).mean(0)
+        mean = torch.stack([of(p) for p in same]).mean(0)
         for p in same:
-            p.copy_(mean)
+            of(p).copy_(mean)
 
 
 def same_local_run(ranks: list[dict[str, Any]], by_hand: list[dict[str, Any]]) -> None:
@@ -157,19 +145,16 @@ def same_local_run(ranks: list[dict[str, Any]], by_hand: list[dict[str, Any]]) -
         assert equal(ours["weights"], ranks[0]["weights"])
 
 
-def test_ranks_train_by_themselves_and_average_their_weights() -> None:
+def test_ranks_train_by_themselves_average_their_weights_and_are_resumed_with_counter_and_moments() -> None:
     ranks = run_ranks(2, local_sgd, LOCAL, 7)
     assert [result["settled"] for result in ranks] == [[True, True, False, False, True, False, False]] * 2
     same_local_run(ranks, local_sgd_by_hand(2, 7, LOCAL))
     assert not equal(ranks[0]["apart"], ranks[1]["apart"])
     mean = {name: (value + ranks[1]["apart"][name]) / 2 for name, value in ranks[0]["apart"].items()}
     close(ranks[0]["weights"], mean, 1e-7)
-
-
-def test_a_local_run_resumed_at_an_average_goes_on_with_its_counter_and_moments() -> None:
-    straight, again = run_ranks(2, local_sgd, LOCAL, 7), run_ranks(2, local_sgd, LOCAL, 7, 5)
-    assert [result["settled"] for result in straight] == [result["settled"] for result in again]
-    assert all(equal(ours["apart"], theirs["apart"]) for ours, theirs in zip(again, straight, strict=True))
+    again = run_ranks(2, local_sgd, LOCAL, 7, 5)  # made anew at an average
+    assert [result["settled"] for result in again] == [result["settled"] for result in ranks]
+    assert all(equal(ours["apart"], theirs["apart"]) for ours, theirs in zip(again, ranks, strict=True))
 
 
 def test_gradients_may_still_be_averaged_within_a_subgroup() -> None:
@@ -205,33 +190,25 @@ def test_buffers_are_sent_only_where_weights_were_averaged() -> None:
     assert run_ranks(2, buffers_of_local_steps)[1] == [0, 0, 0, 1, 1, 0]
 
 
-class Exports(TrainerCallback):
-    """Tries to write the weights after each step. ``refused``: the steps at which that failed, and why."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.refused: dict[int, str] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_abort_without_save |= args.run_name == "aborted" and state.global_step == 6
-        try:
-            kwargs["trainer"].save_model(str(self.directory / str(state.global_step)))
-        except TrainingError as error:
-            self.refused[state.global_step] = str(error)
-
-
 def exported(root: str, ending: str) -> tuple[dict[int, str], dict[str, Tensor]]:
     """Steps whose weights could not be written; this rank's weights at the end. Averages are at steps 2 and 5."""
-    directory = Path(root)
-    exports = Exports(directory)
+    directory, refused = Path(root), {}
+
+    def write(state: Any, control: Any, trainer: Any, **_: Any) -> None:
+        control.should_abort_without_save |= ending == "aborted" and state.global_step == 6
+        try:
+            trainer.save_model(str(directory / str(state.global_step)))
+        except TrainingError as error:
+            refused[state.global_step] = str(error)
+
     trainer = tiny.script(
         directory / "run", None, tiny.RandomTokens(ragged=True), max_steps=6 if ending == "done" else 9,
-        run_name=ending, learning_rate=1e-2, per_device_train_batch_size=2, callbacks=[exports],
+        learning_rate=1e-2, per_device_train_batch_size=2, callbacks=[tiny.acts(on_step_end=write)],
         strategy=DDPSettings(post_local_sgd=LOCAL),
     )  # fmt: skip
     trainer.train()
     trainer.save_model(str(directory / "end"))
-    return exports.refused, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return refused, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
 @pytest.mark.parametrize("ending", ["done", "aborted"])

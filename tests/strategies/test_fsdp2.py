@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from ddp import Buffered, Run
 from ranks import run_ranks
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +32,6 @@ from forgather_cli.models.build import load_pretrained
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate
 from forgather_cli.models.init import init_parameters
-from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.optim.build import build_optimizer
 from forgather_cli.optim.in_backward import FusedBackward
@@ -104,6 +102,9 @@ def compiled(model: nn.Module) -> None:
     compile_blocks(model, RunSettings(torch_compile=True, torch_compile_backend="aot_eager"))
 
 
+UNEVEN: Slices = [[], [slice(0, 3)], [slice(3, 8), slice(8, 10), slice(10, 12)]]
+"""Ranks may have no, one or several micro-batches."""
+UNEVEN_COPIES: Slices = [[slice(0, 3)], [], [slice(3, 8), slice(8, 10)], [slice(10, 12)]]
 CASES = {
     "2": Case(even(2, 1)),
     "2, accumulation 2, tied, linear": Case(even(2, 2), model=TIED, loss=LinearCrossEntropy),
@@ -118,13 +119,6 @@ CASES = {
     "recomputed": Case(even(2, 1), change=apply_activation_checkpointing),
     "compiled": Case(even(2, 1), change=compiled),
     "whole layers at once": Case(even(2, 1), {"block_classes": ["MLP", "Attention"]}),
-}
-
-
-UNEVEN: Slices = [[], [slice(0, 3)], [slice(3, 8), slice(8, 10), slice(10, 12)]]
-"""Ranks may have no, one or several micro-batches."""
-UNEVEN_COPIES: Slices = [[slice(0, 3)], [], [slice(3, 8), slice(8, 10)], [slice(10, 12)]]
-CASES |= {
     "3, uneven": Case(UNEVEN),
     "2x2, uneven, linear": Case(UNEVEN_COPIES, {"replicate": 2}, loss=LinearCrossEntropy),
 }
@@ -196,17 +190,13 @@ def net(seed: int, share: bool) -> Net:
     return Net(share)
 
 
-def net_on_meta(share: bool) -> Net:
-    with torch.device("meta"):
-        return Net(share)
-
-
 def trained_net(plan: Slices, settings: dict[str, Any], share: bool, meta: bool) -> dict[str, Any]:
+    def build() -> Net:
+        with torch.device("meta" if meta else CPU):
+            return net(dist.get_rank(), share)  # every rank draws other weights
+
     strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(**settings))
-    if meta:
-        strategy.materialize(ModelSpec(lambda: net_on_meta(share), init=lambda part: init_parameters(part, 0)))
-    else:
-        strategy.materialize(ModelSpec(lambda: net(dist.get_rank(), share)))  # every rank draws other weights
+    strategy.materialize(ModelSpec(build, init=(lambda part: init_parameters(part, 0)) if meta else None))
     return trained(strategy, plan)
 
 
@@ -461,7 +451,8 @@ def stored(tensors: Iterable[Tensor]) -> int:
 
 @pytest.mark.parametrize("source", ["drawn", "pretrained"])
 def test_a_rank_holds_its_share_and_never_a_whole_model(tmp_path: Path, source: str) -> None:
-    for found in run_ranks(4, memory, pretrained(tmp_path) if source == "pretrained" else None):
+    directory = tiny.pretrained(tmp_path, tiny.decoder(7, **LARGE)) if source == "pretrained" else None
+    for found in run_ranks(4, memory, directory):
         assert found["parameters"] == pytest.approx(0.25, rel=0.1)
         assert found["gradients"] == pytest.approx(0.25, rel=0.1)
         assert found["moments"] == pytest.approx(0.5, rel=0.1)
@@ -472,13 +463,6 @@ def test_a_rank_holds_its_share_and_never_a_whole_model(tmp_path: Path, source: 
 # ----------------------------------------------------------------------------------------------------------- pretrained
 
 
-def pretrained(directory: Path, **model: Any) -> Path:
-    made = tiny.decoder(7, **(model or LARGE))
-    write_model_files(made, None, directory)
-    save_file({name: p.detach().contiguous() for name, p in made.named_parameters()}, directory / "model.safetensors")
-    return directory
-
-
 def loaded(directory: Path, model: dict[str, Any]) -> dict[str, Tensor]:
     strategy = FullyShard(CPU, LinearCrossEntropy())
     strategy.materialize(ModelSpec(lambda: on_meta(**model), init=lambda part: load_pretrained(part, directory)))
@@ -487,10 +471,9 @@ def loaded(directory: Path, model: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("model", [ODD, ODD | TIED], ids=["untied", "tied"])
 def test_pretrained_weights_are_read_by_rows(tmp_path: Path, model: dict[str, Any]) -> None:
-    directory = pretrained(tmp_path, **model)
-    expected = dict(tiny.decoder(7, **model).named_parameters(remove_duplicate=False))
-    for found in run_ranks(4, loaded, directory, model):
-        close(found, expected, 0.0)
+    whole_model = tiny.decoder(7, **model)
+    for found in run_ranks(4, loaded, tiny.pretrained(tmp_path, whole_model), model):
+        close(found, dict(whole_model.named_parameters(remove_duplicate=False)), 0.0)
 
 
 def constructed(offload: bool) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
-from program import Process, forgather
+from program import Process, forgather, write
 from tiny import training_curve
 
 STRATEGY = '''
@@ -62,35 +62,26 @@ RUN = ["model=nano", "precision=fp32",
        "save_steps=1"]  # fmt: skip
 
 
-@pytest.fixture
-def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the user's with the strategy's file and its option."""
-    (tmp_path / "mine_strategy.py").write_text(STRATEGY)
-    (tmp_path / "settings" / "trainer").mkdir(parents=True)
-    (tmp_path / "settings" / "trainer" / "mine.yaml").write_text(OPTION)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+def test_a_strategy_of_the_users_has_its_settings_checked_trains_saves_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def test_a_strategy_of_the_users_trains_saves_and_resumes(users: Path) -> None:
-    mine = ["--config-dir", "settings", "trainer=mine"]
-    with Process("train", *RUN, *mine, "output_dir=mine") as process:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    write("mine_strategy.py", STRATEGY)
+    write("settings/trainer/mine.yaml", OPTION)
+    mine = ["--config-dir", "settings", "trainer=mine", "output_dir=mine"]
+    with Process("train", *RUN, *mine, "+trainer.colour=red") as process:
+        assert process.finish() == 2
+    assert "colour" in process.output
+    assert not Path("mine").exists()
+    with Process("train", *RUN, *mine) as process:
         assert process.finish() == 0, process.output
     assert forgather("train", *RUN, "output_dir=single") == 0
-    ours, reference = training_curve(users / "mine"), training_curve(users / "single")
+    ours, reference = training_curve("mine"), training_curve("single")
     assert [step for step, *_ in ours] == [1, 2]
     for (_, *found), (_, *expected) in zip(ours, reference, strict=True):
         assert found == pytest.approx(expected, rel=1e-5)
-    manifest = json.loads((users / "mine" / "checkpoints" / "step-00000002" / "manifest.json").read_text())
+    manifest = json.loads(Path("mine/checkpoints/step-00000002/manifest.json").read_text())
     assert manifest["strategy"] == "one_by_one"
     assert forgather("resume", "mine", "trainer=single", "max_steps=3") == 0
-    assert [step for step, *_ in training_curve(users / "mine")] == [1, 2, 3]
-
-
-def test_its_settings_are_checked_before_anything_is_launched(users: Path) -> None:
-    words = ["train", *RUN, "--config-dir", "settings", "trainer=mine", "+trainer.colour=red", "output_dir=mine"]
-    with Process(*words) as process:
-        assert process.finish() == 2
-    assert "colour" in process.output
-    assert not (users / "mine").exists()
+    assert [step for step, *_ in training_curve("mine")] == [1, 2, 3]

@@ -42,21 +42,15 @@ def test_losses_norms_and_weights_are_those_of_one_device(name: str, alone: Resu
     assert_parity(train(layout(name), (*MODEL, "num_hidden_layers=6"), tmp_path), alone)
 
 
-# -------------------------------------------------------------------------------------------------- what it tells
-
-
 def own(name: str, **settings: Any) -> PipelineSettings:
     kwargs = settings.pop("arguments", {})
     return PipelineSettings(schedule=Target(f"own_stages.{name}", kwargs), **settings)
 
 
-def test_stages_are_where_the_schedule_has_them() -> None:
+def test_stages_are_where_the_schedule_has_them_and_one_that_tells_no_order_keeps_all_micro_batches() -> None:
     assert [stage.rank for stage in stage_layout(own("Alone"), 4, 2)] == [0, 1]
     assert [stage.rank for stage in stage_layout(own("Rounds"), 4, 2)] == [0, 1, 0, 1]
     assert [stage.rank for stage in stage_layout(own("BackAndForth"), 4, 2)] == [0, 1, 1, 0]
-
-
-def test_one_that_tells_no_order_keeps_all_micro_batches() -> None:
     assert bubble(own("Alone"), 2) is None
     assert in_flight(own("Alone", n_microbatches=6), 1, 2) == 6
 
@@ -69,8 +63,6 @@ def test_the_plan_names_it(capsys: pytest.CaptureFixture[str]) -> None:
     plan(words, None, params=False, as_json=False)
     assert "schedule own_stages.Rounds, 4 stages, bubble" in capsys.readouterr().out
 
-
-# ------------------------------------------------------------------------------------------------------------ mistakes
 
 REFUSED: dict[tuple[str, ...], str] = {
     ("Nobody",): r"schedule\._target_: cannot import own_stages\.Nobody",
@@ -97,8 +89,3 @@ def test_what_it_cannot_do_is_said_before_anything_starts(words: tuple[str, ...]
     given = ["trainer=pipeline", f"schedule._target_=own_stages.{name}", "nproc_per_node=2", *others]
     with pytest.raises(ConfigError, match=REFUSED[words]):
         load_config(None, ["model=tiny", *given])
-
-
-def test_what_is_neither_a_name_nor_a_class_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule: must be 1F1B, .* or a mapping with a _target_, got 'Zigzag'"):
-        load_config(None, ["trainer=pipeline", "schedule=Zigzag"])

@@ -107,9 +107,6 @@ def test_weights_of_a_directory_are_read_stage_by_stage(tmp_path: Path) -> None:
     assert_parity(two, one)
 
 
-# ------------------------------------------------------------------------------------------------------------ mistakes
-
-
 def materialized(splitter: str | None, loss: Any = None, **settings: Any) -> None:
     from forgather_cli.strategies.pipeline import Pipeline
 
@@ -154,14 +151,12 @@ def test_what_makes_no_stages_is_said_on_every_rank(name: str) -> None:
         ("model_splitter._target_=own_stages.splitt", r"model_splitter\._target_: cannot import own_stages\.splitt"),
         ("model_splitter={_target_: own_stages.split, depth: 2}", r"model_splitter\.depth: own_stages\.split takes no"),
         ("model_splitter=own_stages.split", r"model_splitter: must be a mapping with a _target_"),
+        ("schedule=Zigzag", r"schedule: must be 1F1B, .* or a mapping with a _target_, got 'Zigzag'"),
     ],
 )
 def test_settings_are_checked_before_anything_starts(setting: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, [*OWN, "trainer=pipeline", setting])
-
-
-# ---------------------------------------------------------------------------------------------------------------- plan
 
 
 @pytest.mark.parametrize("name", ["own, tied", "qwen3"])
@@ -173,9 +168,6 @@ def test_the_plan_has_the_stages(name: str) -> None:
     tied = sum(row.numel for row in made.parameters if row.name == "embed.weight")
     assert sum(stage.parameters for stage in made.stages) == made.num_parameters + tied
     assert sum(rank.weights for rank in made.ranks) == 4 * made.num_parameters
-
-
-# ---------------------------------------------------------------------------------------------------------- Python API
 
 
 def scripted(root: str, kind: str, trainer: str) -> dict[str, Any]:

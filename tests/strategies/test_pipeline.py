@@ -13,10 +13,10 @@ from typing import Any
 from unittest.mock import Mock, patch
 
 import pytest
+import tiny
 import torch
 import torch.distributed as dist
 from ranks import RankError, refusals, run_ranks
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import (
@@ -37,7 +37,6 @@ from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.parts import evaluation_mode
-from forgather_cli.models.pretrained import write_model_files
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.shards import local
 from forgather_cli.strategies.base import ModelSpec
@@ -383,12 +382,6 @@ def test_any_batch_is_evaluated_and_generation_is_that_of_one_device(index: int)
 # ----------------------------------------------------------------------------------------------- building the stages
 
 
-def pretrained_directory(folder: Path, model: Decoder) -> Path:
-    save_file({n: p.detach().contiguous() for n, p in model.named_parameters()}, folder / "model.safetensors")
-    write_model_files(model, None, folder)
-    return folder
-
-
 def loaded_parts(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
     """The tensors this rank reads, and its parameters."""
     read: set[str] = set()
@@ -408,7 +401,7 @@ def loaded_parts(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
 
 def test_each_rank_reads_its_own_stages_of_a_pretrained_model(tmp_path: Path) -> None:
     model = Case(tied=True).filled()
-    (first, _), (last, weights) = run_ranks(2, loaded_parts, pretrained_directory(tmp_path, model))
+    (first, _), (last, weights) = run_ranks(2, loaded_parts, tiny.pretrained(tmp_path, model))
     assert first & last == {"model.embed_tokens.weight"}
     assert first | last == {n for n, _ in model.named_parameters()}
     assert all(torch.equal(weights[name], model.get_parameter(name)) for name in last)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity import SCHEDULES
 from tiny import decoder
 from torch import nn
 
@@ -17,25 +18,16 @@ from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.models.stages import fresh_models, replace_parameter, tied_names
 from forgather_cli.plan.pipeline import in_flight
 
-EVERY = (
-    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
-)  # fmt: skip
-
-
-def settings(**changes: Any) -> PipelineSettings:
-    return PipelineSettings(**changes)
-
 
 def counts(num_layers: int, world: int, **changes: Any) -> list[int]:
-    return [stage.num_layers for stage in stage_layout(settings(n_microbatches=16, **changes), num_layers, world)]
-
-
-# ------------------------------------------------------------------------------------------------------------- layout
+    return [
+        stage.num_layers for stage in stage_layout(PipelineSettings(n_microbatches=16, **changes), num_layers, world)
+    ]
 
 
 def test_stages_go_round_the_ranks_and_those_of_v_schedules_back() -> None:
     def ranks(**changes: Any) -> list[int]:
-        return [stage.rank for stage in stage_layout(settings(n_microbatches=8, **changes), 8, 4)]
+        return [stage.rank for stage in stage_layout(PipelineSettings(n_microbatches=8, **changes), 8, 4)]
 
     assert ranks(schedule="1F1B") == [0, 1, 2, 3]
     assert ranks(schedule="Interleaved1F1B") == [0, 1, 2, 3, 0, 1, 2, 3]
@@ -43,8 +35,8 @@ def test_stages_go_round_the_ranks_and_those_of_v_schedules_back() -> None:
 
 
 def test_every_layer_is_in_one_stage() -> None:
-    for schedule, layers, world in product(EVERY, range(8, 20), (2, 3, 4)):
-        stages = stage_layout(settings(schedule=schedule, n_microbatches=8), layers, world)
+    for schedule, layers, world in product(SCHEDULES, range(8, 20), (2, 3, 4)):
+        stages = stage_layout(PipelineSettings(schedule=schedule, n_microbatches=8), layers, world)
         covered = [layer for stage in stages for layer in range(stage.first_layer, stage.last_layer + 1)]
         assert covered == list(range(layers))
         assert [stage.index for stage in stages] == list(range(len(stages)))
@@ -72,8 +64,8 @@ def test_no_other_division_has_a_lighter_heaviest_stage() -> None:
 
 
 def test_the_report_names_stages_and_shares() -> None:
-    stages = stage_layout(settings(schedule="ZBVZeroBubble"), 5, 2)
-    assert layout_lines(settings(schedule="ZBVZeroBubble"), stages, [300, 100, 200, 400]) == [
+    stages = stage_layout(PipelineSettings(schedule="ZBVZeroBubble"), 5, 2)
+    assert layout_lines(PipelineSettings(schedule="ZBVZeroBubble"), stages, [300, 100, 200, 400]) == [
         "pipeline: schedule ZBVZeroBubble, 4 stages on 2 ranks, 4 micro-batches, bubble 4.0%",
         "stage 0 on rank 0: embedding, layer 0; 300 parameters (30.0%)",
         "stage 1 on rank 1: layer 1; 100 parameters (10.0%)",
@@ -82,17 +74,14 @@ def test_the_report_names_stages_and_shares() -> None:
     ]
 
 
-# ------------------------------------------------------------------- limits, bubbles and activations, against torch
-
-
-@pytest.mark.parametrize("schedule", EVERY)
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_formulas_are_what_torchs_schedules_do(schedule: Any) -> None:
     """Given as a class of the user's, a schedule of torch's is asked for its order."""
     torchs = Target(f"torch.distributed.pipelining.schedules.Schedule{schedule}")
     fixed = {"1F1B": (1,), "GPipe": (1,), "ZBVZeroBubble": (2,), "DualPipeV": (2,)}
     for world, parts, each in product((2, 3, 4), (1, 2, 3, 4, 5, 7, 8, 12, 16), fixed.get(schedule, (2, 3))):
         ours, asked = (
-            settings(schedule=kind, n_microbatches=parts, stages_per_rank=each) for kind in (schedule, torchs)
+            PipelineSettings(schedule=kind, n_microbatches=parts, stages_per_rank=each) for kind in (schedule, torchs)
         )
         assert (ours.stages_each, ours.has_one_stage) == (each, asked.has_one_stage)
         refused = bool(list(asked.layout_problems(None, world)))
@@ -106,7 +95,7 @@ def test_formulas_are_what_torchs_schedules_do(schedule: Any) -> None:
             found, expected = ([in_flight(s, rank, world) for rank in range(world)] for s in (ours, asked))
             assert found == expected, (world, parts, each)
         assert bubble(ours, world) == pytest.approx(waits), (world, parts, each)
-    assert settings(schedule=schedule).splits_backward == settings(schedule=torchs).splits_backward
+    assert PipelineSettings(schedule=schedule).splits_backward == PipelineSettings(schedule=torchs).splits_backward
 
 
 PROBLEMS = {
@@ -130,12 +119,9 @@ def test_limits_are_config_mistakes(overrides: str) -> None:
 
 def test_a_layout_that_cannot_be_raises_the_same() -> None:
     with pytest.raises(ConfigError, match="3 pipeline stages are more than num_hidden_layers=2"):
-        stage_layout(settings(), 2, 3)
+        stage_layout(PipelineSettings(), 2, 3)
     with pytest.raises(ConfigError, match="needs at least 2 ranks, got 1"):
-        stage_layout(settings(), 2, 1)
-
-
-# ------------------------------------------------------------------------------------------------------------ cutting
+        stage_layout(PipelineSettings(), 2, 1)
 
 
 def test_fresh_models_are_equal_and_leave_the_random_state_of_one() -> None:
