@@ -323,8 +323,7 @@ def test_what_one_rank_cannot_save_no_rank_saves(tmp_path: Path) -> None:
 
 def train_and_save(root: str) -> tuple[list[tuple[int, str]], list[int]]:
     """A loop as the trainer's: ranks agree each step on whether all are done, then all tell what was published."""
-    saver = saving.checkpointer(Path(root), async_save=True, save_total_limit=2)
-    told, lags = [], []
+    saver, told = saving.checkpointer(Path(root), async_save=True, save_total_limit=2), []
     for step in range(60):
         done = torch.tensor(int(saver.is_done))
         dist.all_reduce(done, dist.ReduceOp.MIN)
@@ -332,7 +331,6 @@ def train_and_save(root: str) -> tuple[list[tuple[int, str]], list[int]]:
             told += [(step, path.name) for path in saver.newly_published()]
         if step % 20 == 0:
             assert saving.save(saver, step, size=256)
-            lags.append(step)
         time.sleep(0.005 * dist.get_rank())
         dist.all_reduce(torch.ones(10_000))
     saver.wait()
@@ -375,14 +373,19 @@ def loaded(root: str, level: Any, step: int | None = None) -> tuple[int | str | 
     with logged() as messages:
         try:
             reader = newest_valid(run, level, group) if step is None else named(run.checkpoint(step), level, group)
-            found: int | str | None = reader.step if reader else None
+            result: int | str | None = reader.step if reader else None
         except CheckpointError as error:
-            found = str(error)
-    return found, messages, saving.io_bytes("rchar") - before
+            result = str(error)
+    return result, messages, saving.io_bytes("rchar") - before
 
 
-def spoil(path: Path, position: int = -1) -> None:
-    saving.damage(path, saving.flip(position))
+def found(num_ranks: int, root: Path, *step: int) -> Any:
+    """What all ranks load, or the error that all have."""
+    return alike([step_or_error for step_or_error, *_ in run_ranks(num_ranks, loaded, str(root), "full", *step)])
+
+
+def spoil(path: Path) -> None:
+    saving.damage(path, saving.flip(-1))
 
 
 def test_all_ranks_take_the_same_checkpoint_and_read_a_part_each_to_verify_it(tmp_path: Path) -> None:
@@ -392,7 +395,7 @@ def test_all_ranks_take_the_same_checkpoint_and_read_a_part_each_to_verify_it(tm
     spoil(run.checkpoint(3) / "optimizer" / "optimizer-00002-of-00003.safetensors")
     spoil(run.checkpoint(2) / "state.json")
     results = run_ranks(3, loaded, str(tmp_path), "full")
-    assert [found for found, *_ in results] == [1, 1, 1]
+    assert [step for step, *_ in results] == [1, 1, 1]
     assert results[1][1] == results[2][1] == []
     assert len(results[0][1]) == 2
     assert any("step-00000003: is damaged: optimizer/optimizer-00002-of-00003.safetensors" in m for m in results[0][1])
@@ -400,28 +403,26 @@ def test_all_ranks_take_the_same_checkpoint_and_read_a_part_each_to_verify_it(tm
     size = sum(path.stat().st_size for step in (1, 2, 3) for path in run.checkpoint(step).rglob("*") if path.is_file())
     assert all(bytes_read for *_, bytes_read in results)
     assert sum(bytes_read for *_, bytes_read in results) < size * 1.1
-    assert [found for found, *_ in run_ranks(3, loaded, str(tmp_path), "size")] == [3, 3, 3]
-    assert [found for found, *_ in run_ranks(2, loaded, str(tmp_path / "none"), "full")] == [None, None]
+    assert [step for step, *_ in run_ranks(3, loaded, str(tmp_path), "size")] == [3, 3, 3]
+    assert found(2, tmp_path / "none") is None
 
 
 def test_errors_of_loading_are_equal_on_all_ranks(tmp_path: Path) -> None:
     run = saving.saved_run(tmp_path, 1, 2)
     spoil(run.checkpoint(2) / "manifest.json")
     (run.checkpoint(1) / "state.json").unlink()
-    message = alike([found for found, *_ in run_ranks(3, loaded, str(tmp_path), "full")])
+    message = found(3, tmp_path)
     assert "no usable checkpoint is left in" in message
     assert "step-00000002/manifest.json: cannot be read" in message
     assert "state.json is missing (found by rank" in message
     (run.checkpoint(2) / "manifest.json").write_text('{"format": "forgather-checkpoint", "format_version": 7}')
-    assert "upgrade forgather" in alike([found for found, *_ in run_ranks(2, loaded, str(tmp_path), "full")])
+    assert "upgrade forgather" in found(2, tmp_path)
 
 
 def test_a_named_checkpoint_is_verified_by_all(tmp_path: Path) -> None:
     run = saving.saved_run(tmp_path, 1, 2)
     spoil(run.checkpoint(2) / "model" / "model.safetensors")
-    whole, damaged, missing = (
-        alike([found for found, *_ in run_ranks(2, loaded, str(tmp_path), "full", step)]) for step in (1, 2, 3)
-    )
+    whole, damaged, missing = (found(2, tmp_path, step) for step in (1, 2, 3))
     assert whole == 1
     assert "resume_from_checkpoint: " in damaged
     assert "model/model.safetensors has other content" in damaged
