@@ -110,16 +110,6 @@ def test_an_asynchronous_save_stores_the_state_of_its_step(tmp_path: Path) -> No
     saving.assert_content(Reader(saver.run.checkpoint(1)), 1)
 
 
-def test_a_due_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    saver = saving.checkpointer(tmp_path, async_save=True)
-    for step in range(1, 6):
-        assert saving.save(saver, step)
-    saver.close()
-    assert saver.newly_published() == [saver.run.checkpoint(step) for step in range(1, 6)]
-    for step in range(1, 6):
-        saving.assert_content(Reader(saver.run.checkpoint(step)), step)
-
-
 def test_a_save_in_flight_survives_the_end_of_the_interpreter(tmp_path: Path) -> None:
     code = (
         "import sys, time, saving\n"
