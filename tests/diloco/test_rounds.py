@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+from saving import full_disk
 
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco.ledger import Line, Submission, drop_lines, hashes_of, read_ledger, write_line
@@ -165,7 +165,6 @@ def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
 
 
 def test_who_has_left_is_not_called_evicted_however_long_it_is_silent_nor_who_is_evicted_left() -> None:
-    """And one that comes back begins anew."""
     made = opened(eviction=10.0)
     made.registry.workers["b"].left = True
     made.worker(made.registry.workers["a"].generation, 15.0)
@@ -519,16 +518,12 @@ def test_lines_are_on_disk_elsewhere_before_they_are_cut(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_line_that_a_disk_does_not_take_whole_leaves_nothing(tmp_path: Path, before: int) -> None:
-    path, made, limits = tmp_path / "rounds.jsonl", opened(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    path, made = tmp_path / "rounds.jsonl", opened()
     for _ in range(before):
         write_line(path, made.lines[0])
     size = path.stat().st_size if before else 0
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, limits[1]))
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            write_line(path, made.lines[0])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(size + 9), pytest.raises(OSError, match="No space left"):
+        write_line(path, made.lines[0])
     assert path.stat().st_size == size
 
 
