@@ -233,9 +233,10 @@ def test_a_large_vocabulary(tmp_path: Path) -> None:
 
 
 def test_more_ends_than_there_are_keys_and_none_at_all(tmp_path: Path) -> None:
-    byte_level(tmp_path)
+    byte_level(tmp_path / "model")
     with pytest.raises(ForgatherError, match="may end at 4 tokens, and a file has keys for 3"):
-        made(tmp_path, [*STOP, "a", "b"])
+        made(tmp_path / "model", [*STOP, "a", "b"])
+    byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(DataError, match="--gguf: no token ends a text; add eos_token"):
         read_vocabulary(tmp_path, load_tokenizer(str(tmp_path)), 403, [])
