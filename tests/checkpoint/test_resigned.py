@@ -18,6 +18,7 @@ SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4",
          "data=synthetic", "num_samples=64", "num_eval_samples=4", "save_steps=1"]  # fmt: skip
 STEP_1, STEP_2 = Path("RUN/checkpoints/step-00000001"), Path("RUN/checkpoints/step-00000002")
 WEIGHT = "model.embed_tokens.weight"
+Said = Callable[..., str]
 WRITE = ["--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"]
 
 
@@ -48,12 +49,17 @@ def void(
     resign(checkpoint)
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 2) -> str:
-    """What a command has said, of the files here by their relative names. A traceback is never among it."""
-    done = printed(capsys, *words)
-    assert done.code == code, done
-    assert "Traceback" not in done.err
-    return (done.out + done.err).replace(f"{Path.cwd()}/", "")
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """What a command says, of the files here by their relative names. A traceback is never among it."""
+
+    def said(*words: str, code: int = 2) -> str:
+        done = printed(capsys, *words)
+        assert done.code == code, done
+        assert "Traceback" not in done.err
+        return (done.out + done.err).replace(f"{Path.cwd()}/", "")
+
+    return said
 
 
 # -------------------------------------------------------------------------------------- values that are not finite
@@ -68,11 +74,9 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_checkpoint_with_void_weights_is_refused_and_another_one_named(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_with_void_weights_is_refused_and_another_one_named(name: str, said: Said) -> None:
     void(STEP_2)
-    text = said(capsys, *READERS[name])
+    text = said(*READERS[name])
     assert text.count("error: ") == 1
     assert f"{STEP_2}: is damaged: model/model.safetensors" in text
     assert WEIGHT in text
@@ -91,39 +95,37 @@ MOMENT = f"{WEIGHT}.exp_avg"
         (float("-inf"), "model/model.safetensors", WEIGHT),
     ],
 )
-def test_a_run_goes_on_from_the_checkpoint_before(
-    value: float, file: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_from_the_checkpoint_before(value: float, file: str, name: str, said: Said) -> None:
     void(STEP_2, value, file, name)
     found = f"{file} holds values that are not finite, in {name}"
-    assert found in said(capsys, "checkpoint", "verify", "RUN", code=1)
-    assert f"{STEP_1} is used" in said(capsys, "resume", "RUN", "max_steps=3", code=0)
+    assert found in said("checkpoint", "verify", "RUN", code=1)
+    assert f"{STEP_1} is used" in said("resume", "RUN", "max_steps=3", code=0)
 
 
 @pytest.mark.parametrize("step", [0.0, 1.0, 3.0])
-def test_a_parameter_at_another_step_is_damage(step: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_parameter_at_another_step_is_damage(step: float, said: Said) -> None:
     """Its moments would be corrected by another factor."""
     void(STEP_2, step, "optimizer/optimizer.safetensors", f"{WEIGHT}.step", place=0)
-    text = said(capsys, "resume", "RUN", "max_steps=3")
+    text = said("resume", "RUN", "max_steps=3")
     assert WEIGHT in text
     assert f"use {STEP_1}, " in text
 
 
-def test_there_is_none_that_would_work(capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_is_none_that_would_work(said: Said) -> None:
     void(STEP_1)
     void(STEP_2)
-    assert "no usable checkpoint is left in RUN;" in said(capsys, "resume", "RUN", "max_steps=3")
-    assert "no other checkpoint that is healthy and whole" in said(capsys, *READERS["train"])
+    assert "no usable checkpoint is left in RUN;" in said("resume", "RUN", "max_steps=3")
+    assert "no other checkpoint that is healthy and whole" in said(*READERS["train"])
 
 
-def test_an_average_leaves_them_out(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+def test_an_average_leaves_them_out(said: Said, caplog: pytest.LogCaptureFixture) -> None:
     void(STEP_2)
     problem = f"{STEP_2}: is damaged: model/model.safetensors holds values that are not finite, in {WEIGHT}; "
     average = ("checkpoint", "average", "-o", "MEAN")
-    said(capsys, *average, "--last", "2", "RUN")
+    said(*average, "--last", "2", "RUN")
     assert f"{problem}it is left out" in caplog.text
-    assert f"{problem}leave it out" in said(capsys, *average, str(STEP_1), str(STEP_2))
-    text = said(capsys, *average, str(STEP_1), str(STEP_2 / "model"))
+    assert f"{problem}leave it out" in said(*average, str(STEP_1), str(STEP_2))
+    text = said(*average, str(STEP_1), str(STEP_2 / "model"))
     assert f"{STEP_2}/model: {WEIGHT} holds values that are not finite" in text
     assert not Path("MEAN").exists()
 
@@ -138,21 +140,19 @@ def test_an_average_leaves_them_out(capsys: pytest.CaptureFixture[str], caplog: 
     ],
     ids=lambda words: words[0],
 )
-def test_a_model_directory_with_void_weights(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_directory_with_void_weights(words: list[str], said: Said) -> None:
     void(STEP_2)
     shutil.move(STEP_2 / "model", "MODEL")
-    assert f"MODEL: {WEIGHT} holds values that are not finite" in said(capsys, *words)
+    assert f"MODEL: {WEIGHT} holds values that are not finite" in said(*words)
 
 
 @pytest.mark.parametrize(
     ("level", "file", "name"),
     [("size", "model/model.safetensors", WEIGHT), ("none", "optimizer/optimizer.safetensors", MOMENT)],
 )
-def test_what_was_not_verified_is_found_where_it_is_loaded(
-    level: str, file: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_not_verified_is_found_where_it_is_loaded(level: str, file: str, name: str, said: Said) -> None:
     void(STEP_2, float("inf"), file, name)
-    text = said(capsys, "resume", "RUN", "max_steps=3", f"verify_checkpoint={level}")
+    text = said("resume", "RUN", "max_steps=3", f"verify_checkpoint={level}")
     assert f"{STEP_2}: is damaged: {name} holds values that are not finite" in text
     assert f"{STEP_1}, the newest other one" in text
 
@@ -204,13 +204,11 @@ def put(file: Path, path: tuple[str | int, ...], value: Any) -> None:
 
 
 @pytest.mark.parametrize(("path", "value"), WRONG, ids=lambda part: f"{part!r:.60}")
-def test_a_wrong_field_of_a_state_is_damage(
-    path: tuple[str | int, ...], value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_field_of_a_state_is_damage(path: tuple[str | int, ...], value: Any, said: Said) -> None:
     file = STEP_2 / ("state-rank-00000.json" if path[0] == "rng" else "state.json")
     put(file, path, value)
     resign(STEP_2)
-    text = said(capsys, "resume", "RUN", "max_steps=3")
+    text = said("resume", "RUN", "max_steps=3")
     assert text.count("error: ") == 1
     assert str(file) in text or path[-1] == "changed"  # of which the optimizer tells
     assert all(str(key) in text for key in path if isinstance(key, str)) or "its encoding" in text or path[0] in text
@@ -219,12 +217,10 @@ def test_a_wrong_field_of_a_state_is_damage(
 
 @pytest.mark.parametrize("content", ["[]", '{"components": [1]}', "{}", '"x'])
 @pytest.mark.parametrize("file", ["state.json", "state-rank-00000.json"])
-def test_a_state_that_is_no_object_is_damage_like_other(
-    file: str, content: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_that_is_no_object_is_damage_like_other(file: str, content: str, said: Said) -> None:
     (STEP_2 / file).write_text(content)
     resign(STEP_2)
-    text = said(capsys, *READERS["train"])
+    text = said(*READERS["train"])
     assert re.search(rf"{STEP_2}/{file}: .*; use {STEP_1}, ", text)
 
 
@@ -233,21 +229,21 @@ def test_a_state_that_is_no_object_is_damage_like_other(
     [("step", 20), ("step", -2), ("step", 10**400), ("metrics", {"loss": 10**400}), ("metrics", {"loss": "x"}),
      ("best_by", {"metric": "loss"}), ("holders", []), ("buffers", [1]), ("components", [])], ids=str,
 )  # fmt: skip
-def test_a_wrong_field_of_a_manifest_is_damage(field: str, value: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_field_of_a_manifest_is_damage(field: str, value: Any, said: Said) -> None:
     put(STEP_2 / "manifest.json", (field,), value)
     resign(STEP_2)
-    text = said(capsys, "resume", "RUN", "max_steps=3", code=0)
+    text = said("resume", "RUN", "max_steps=3", code=0)
     assert re.search(rf"{STEP_2}/manifest\.json: is damaged .*{field}.*; .*{STEP_1} is used", text)
 
 
 @pytest.mark.parametrize(
     "change", [{"number": "x"}, {"data": []}, {"to_step": -1}, {"skipped_sample_ids": [-1]}], ids=str
 )
-def test_a_wrong_field_of_a_rollback_is_damage(change: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_field_of_a_rollback_is_damage(change: dict[str, Any], said: Said) -> None:
     record = {"number": 1, "time": "", "reason": "", "from_step": 2, "to_step": 2, "num_skipped_samples": 0,
               "skipped_sample_ids": [], "data": [{"epoch": 0, "sample": 8}], "tensors": []}  # fmt: skip
     Path("RUN/rollbacks.jsonl").write_text(json.dumps({**record, **change}) + "\n")
-    text = said(capsys, "resume", "RUN", "max_steps=3")
+    text = said("resume", "RUN", "max_steps=3")
     assert "RUN/rollbacks.jsonl:1: is damaged" in text
     assert next(iter(change)) in text
 
