@@ -71,9 +71,6 @@ def test_write_model_directory_is_what_save_writes_which_needs_no_optimizer(tmp_
     assert written == (path / "model" / "model.safetensors").read_bytes()
 
 
-# ------------------------------------------------------------------------------------------- the plan for several ranks
-
-
 def test_rows_that_nobody_or_two_ranks_hold_are_errors() -> None:
     spec = TensorSpec("w", "F32", (6, 2))
     with pytest.raises(CheckpointError, match="w: rows 2 to 4 are held by no rank"):
@@ -191,9 +188,6 @@ def test_other_metrics_may_be_non_finite(tmp_path: Path) -> None:
     path = saving.saved_run(tmp_path, 1, metrics={"eval_perplexity": float("inf")}).checkpoint(1)
     json.loads((path / "manifest.json").read_text(), parse_constant=pytest.fail)
     assert Reader(path).manifest.metrics == {"eval_perplexity": float("inf")}
-
-
-# ------------------------------------------------------------------------------------------------- the same step again
 
 
 def identity(path: Path) -> tuple[int, int]:
