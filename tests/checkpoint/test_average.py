@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import finalized
 import pytest
 import torch
 from finalized import logits, theirs, weights
-from program import Process, forgather
+from program import Process, document, forgather, printed, refusal, shown
 from saving import damage, flip
 from tiny import decoder, metrics
 
@@ -54,8 +55,7 @@ def bf16_directory(name: str, seed: int, max_bytes: int = 1 << 40) -> dict[str, 
 
 def test_the_mean_of_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [str(path) for path in checkpoints(run)]
-    assert forgather("checkpoint", "average", *names, "-o", "out", "--json") == 0
-    assert json.loads(capsys.readouterr().out) == {"path": "out", "sources": names}
+    assert document(capsys, "checkpoint", "average", *names, "-o", "out") == {"path": "out", "sources": names}
     members = [weights(path / "model") for path in checkpoints(run)]
     found = weights(Path("out"))
     assert found.keys() == members[0].keys()
@@ -68,12 +68,10 @@ def test_the_mean_of_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_the_last_ones_of_a_run(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert forgather("checkpoint", "average", "--last", "2", str(run), "-o", "two") == 0
-    captured = capsys.readouterr()
-    assert captured.out.splitlines() == ["mean of step-00000004, step-00000006", "two"]
-    assert forgather("checkpoint", "average", "--last", "9", str(run), "-o", "all") == 0
-    told = " ".join(capsys.readouterr().err.split())
-    assert "keeps 3 healthy checkpoints (save_total_limit), 9 were asked for" in told
+    two = shown(capsys, "checkpoint", "average", "--last", "2", str(run), "-o", "two")
+    assert two.splitlines() == ["mean of step-00000004, step-00000006", "two"]
+    told = printed(capsys, "checkpoint", "average", "--last", "9", str(run), "-o", "all")
+    assert "keeps 3 healthy checkpoints (save_total_limit), 9 were asked for" in " ".join(told.err.split())
 
 
 def test_bf16_in_several_files_is_summed_in_fp32() -> None:
@@ -118,23 +116,20 @@ def test_models_that_are_not_alike(change: str, message: str) -> None:
 
 
 def test_what_cannot_be_averaged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refusal(*words: str) -> str:
-        assert forgather("checkpoint", "average", *words) == 2
-        return capsys.readouterr().err
-
+    refused = partial(refusal, capsys, "checkpoint", "average")
     first, second, _ = map(str, checkpoints(run))
     shutil.copytree(second, "step-00000004")
     damage(Path("step-00000004/model/model.safetensors"), flip(-1))
-    message = refusal(first, "step-00000004", "-o", "out")
+    message = refused(first, "step-00000004", "-o", "out")
     assert "is damaged: model/model.safetensors" in message
     assert "(SHA-256 differs); leave it out, or use --last K RUN for whole ones" in message
-    assert f"{first}: is named twice; an average counts each" in refusal(first, second, first, "-o", "out")
-    assert f"{first}/model: is named twice, as {first};" in refusal(first, f"{first}/model", "-o", "out")
-    assert "nowhere: no such directory; give checkpoints" in refusal("nowhere", first, "-o", "out")
-    assert "needs two models or more, got 1" in refusal(first, "-o", "out")
-    assert f"use --last K {run}" in refusal(str(run), first, "-o", "out")
-    assert "--last: takes the checkpoints of one run, got 2 sources" in refusal("--last", "2", first, second, "-o", "o")
-    assert "exists already" in refusal(first, second, "-o", str(run))
+    assert f"{first}: is named twice; an average counts each" in refused(first, second, first, "-o", "out")
+    assert f"{first}/model: is named twice, as {first};" in refused(first, f"{first}/model", "-o", "out")
+    assert "nowhere: no such directory; give checkpoints" in refused("nowhere", first, "-o", "out")
+    assert "needs two models or more, got 1" in refused(first, "-o", "out")
+    assert f"use --last K {run}" in refused(str(run), first, "-o", "out")
+    assert "--last: takes the checkpoints of one run, got 2 sources" in refused("--last", "2", first, second, "-o", "o")
+    assert "exists already" in refused(first, second, "-o", str(run))
     assert sorted(path.name for path in Path().iterdir()) == ["step-00000004"]
 
 
@@ -145,19 +140,6 @@ def no_space(*args: Any) -> Any:
 
 def contents(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
-
-
-def test_an_average_on_a_full_disk_leaves_nothing(
-    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = contents(run)
-    monkeypatch.setattr(os, "pwrite", no_space)
-    assert forgather("checkpoint", "average", "--last", "2", str(run), "-o", "deep/out") == 2
-    out = Path("deep/out").absolute()
-    message = f"error: {out}: cannot be written (No space left on device); nothing was left behind\n"
-    assert capsys.readouterr().err == message
-    assert list(Path().iterdir()) == []
-    assert contents(run) == before
 
 
 # ------------------------------------------------------------------------------------------------- at the end of a run
@@ -209,12 +191,10 @@ def test_a_run_ends_with_the_mean_of_its_last_checkpoints(
     shutil.rmtree(average)
     assert forgather("resume", "run") == 0  # of a run that is done
     assert contents(average).keys() == before.keys()
-    capfd.readouterr()
-    assert forgather("resume", "run", "average_last=5", "save_total_limit=null") == 0
-    assert "keeps 3 healthy checkpoints" in " ".join(capfd.readouterr().err.split())
+    told = printed(capfd, "resume", "run", "average_last=5", "save_total_limit=null")
+    assert "keeps 3 healthy checkpoints" in " ".join(told.err.split())
     assert len(json.loads((run.average(4, 5) / "provenance.json").read_text())["sources"]) == 3
-    assert forgather("eval", str(average), "--json") == 0
-    assert json.loads(capfd.readouterr().out)["eval_loss"] > 0
+    assert document(capfd, "eval", str(average))["eval_loss"] > 0
 
 
 @pytest.mark.parametrize(
@@ -226,8 +206,7 @@ def test_a_run_ends_with_the_mean_of_its_last_checkpoints(
     ],
 )
 def test_averages_that_cannot_be(words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert forgather("train", *SMALL, *words) == 2
-    message = capsys.readouterr().err
+    message = refusal(capsys, "train", *SMALL, *words)
     assert all(each in message for each in told)
 
 
@@ -244,7 +223,9 @@ def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_edited_checkpoint_is_whole_and_has_the_values(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_edited_checkpoint_is_whole_and_has_the_values_until_its_backup_is_moved_back(
+    edited: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert forgather("checkpoint", "verify", str(edited)) == 0
     reader = Reader(RunDir(edited).checkpoint(4))
     groups = reader.state("optimizer")["groups"]
@@ -257,36 +238,38 @@ def test_an_edited_checkpoint_is_whole_and_has_the_values(edited: Path, capsys: 
     backup = Path(f"{reader.path}.backup-1")
     assert Reader(backup).manifest.problems(backup) == []
     assert Reader(backup).state("identity")["config"]["learning_rate"] == 1e-2
-    capsys.readouterr()
-    assert forgather("checkpoint", "list", str(edited), "--json") == 0
-    assert [info["step"] for info in json.loads(capsys.readouterr().out)] == [2, 4]
+    assert [info["step"] for info in document(capsys, "checkpoint", "list", str(edited))] == [2, 4]
+    shutil.copytree(edited, "undone")
+    checkpoint = RunDir(Path("undone")).checkpoint(4)
+    shutil.rmtree(checkpoint)
+    Path(f"{checkpoint}.backup-1").rename(checkpoint)
+    assert forgather("checkpoint", "verify", "undone") == 0
+    assert pending(RunDir(Path("undone"))) is None
+
+
+def rates(run: Path, after: int) -> list[float]:
+    return [record["learning_rate"] for record in metrics(run) if "grad_norm" in record and record["step"] > after]
 
 
 def test_a_resume_takes_the_edited_values(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run, again = Path("run").resolve(), Path("again").resolve()
-    shutil.copytree(edited, run)
-    shutil.copytree(edited, again)
-    assert forgather("resume", str(run), "max_steps=6") == 0
-    told = " ".join(capsys.readouterr().err.split())
-    assert "learning_rate, weight_decay, optimizer, lr_scheduler: as edited in" in told
-    rates = [record["learning_rate"] for record in metrics(run) if "grad_norm" in record and record["step"] > 4]
-    assert rates == pytest.approx([3e-4, 3e-4])
+    run, again = (Path(shutil.copytree(edited, name)).resolve() for name in ("run", "again"))
+    told = printed(capsys, "resume", str(run), "max_steps=6").err
+    assert "learning_rate, weight_decay, optimizer, lr_scheduler: as edited in" in " ".join(told.split())
+    assert rates(run, 4) == pytest.approx([3e-4, 3e-4])
     later = Reader(RunDir(run).checkpoint(6))
     assert later.state("optimizer")["groups"]["default"]["settings"]["betas"] == [0.5, 0.6]
     assert "edited" not in later.manifest.info
     assert forgather("resume", str(again), "max_steps=5", "learning_rate=7e-4") == 0  # the command line wins
-    rates = [record["learning_rate"] for record in metrics(again) if "grad_norm" in record and record["step"] > 4]
-    assert rates == pytest.approx([7e-4])
+    assert rates(again, 4) == pytest.approx([7e-4])
 
 
 def test_an_edit_of_an_older_checkpoint_says_how_to_go_on_from_it(
     edited: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Path("run").resolve()
-    shutil.copytree(edited, run)
+    run = Path(shutil.copytree(edited, "run")).resolve()
     older = str(RunDir(run).checkpoint(2))
-    assert forgather("checkpoint", "edit", older, "lr_scheduler=constant", "learning_rate=5e-3") == 0
-    line, path = capsys.readouterr().out.splitlines()[-2:]
+    told = shown(capsys, "checkpoint", "edit", older, "lr_scheduler=constant", "learning_rate=5e-3")
+    line, path = told.splitlines()[-2:]
     assert path == "run/checkpoints/step-00000002"
     said, _, command = line.partition(": ")
     assert said == "a plain forgather resume starts from step-00000004; to resume from the edited one"
@@ -294,42 +277,30 @@ def test_an_edit_of_an_older_checkpoint_says_how_to_go_on_from_it(
     assert words[0] == "forgather"
     assert forgather(*words[1:], "max_steps=3") == 0
     assert f"resumed from {path}" in capsys.readouterr().err
-    rates = [record["learning_rate"] for record in metrics(run) if "grad_norm" in record and record["step"] > 2]
-    assert rates == pytest.approx([5e-3])
+    assert rates(run, 2) == pytest.approx([5e-3])
 
 
-def test_moving_the_backup_back_undoes_the_edit(edited: Path) -> None:
-    run = Path("run").resolve()
-    shutil.copytree(edited, run)
-    checkpoint = RunDir(run).checkpoint(4)
-    shutil.rmtree(checkpoint)
-    Path(f"{checkpoint}.backup-1").rename(checkpoint)
-    assert forgather("checkpoint", "verify", str(run)) == 0
-    assert pending(RunDir(run)) is None
-
-
-def test_an_edit_on_a_full_disk_leaves_the_checkpoint_as_it_was(
+def test_an_average_or_an_edit_on_a_full_disk_leaves_nothing_and_all_as_it_was(
     edited: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = contents(edited)
+    before, path = contents(edited), RunDir(edited).checkpoint(4)
     monkeypatch.setattr(os, "pwrite", no_space)
-    assert forgather("checkpoint", "edit", str(edited), "learning_rate=1e-3") == 2
-    path = RunDir(edited).checkpoint(4)
+    message = f"{Path.cwd()}/deep/out: cannot be written (No space left on device); nothing was left behind"
+    words = ("checkpoint", "average", "--last", "2", str(edited), "-o", "deep/out")
+    assert refusal(capsys, *words) == f"error: {message}\n"
+    assert list(Path().iterdir()) == []
     message = f"error: {path}: cannot be edited (No space left on device); it is as it was\n"
-    assert capsys.readouterr() == ("", message)
+    assert printed(capsys, "checkpoint", "edit", str(edited), "learning_rate=1e-3") == (2, "", message)
     assert contents(edited) == before
     assert not list(path.parent.glob(".*"))
 
 
 def test_what_cannot_be_edited(edited: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def refusal(*words: str) -> str:
-        assert forgather("checkpoint", "edit", str(edited), *words) == 2
-        return capsys.readouterr().err
-
+    refused = partial(refusal, capsys, "checkpoint", "edit", str(edited))
     before = sorted(path.name for path in RunDir(edited).checkpoints.iterdir())
-    assert "nothing to change" in refusal()
-    assert "max_steps: is not in a saved state; give it to forgather resume" in refusal("max_steps=9")
-    assert "holds the moments of another one" in refusal("optimizer=sgd")
-    assert "has these settings already" in refusal("learning_rate=3e-4")
-    assert "learning_rte: unknown setting; did you mean learning_rate?" in refusal("learning_rte=1")
+    assert "nothing to change" in refused()
+    assert "max_steps: is not in a saved state; give it to forgather resume" in refused("max_steps=9")
+    assert "holds the moments of another one" in refused("optimizer=sgd")
+    assert "has these settings already" in refused("learning_rate=3e-4")
+    assert "learning_rte: unknown setting; did you mean learning_rate?" in refused("learning_rte=1")
     assert sorted(path.name for path in RunDir(edited).checkpoints.iterdir()) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +15,27 @@ from saving import Box, flip
 from forgather_cli.checkpoint.components import Component, Sharing
 from forgather_cli.checkpoint.load import Reader, restore_components
 from forgather_cli.errors import CheckpointError
-from forgather_cli.run_dir import RunDir
-
-
-def all_files(path: Path) -> list[str]:
-    return sorted(p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
-
 
 # ------------------------------------------------------------------------------------------------------------- damage
 
 
 def test_any_changed_byte_in_any_file_is_found(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 5)
-    path = run.checkpoint(5)
-    names = [name for name in all_files(path) if (path / name).stat().st_size]
-    assert len(names) >= 7
-    for name in names:
-        content = (path / name).read_bytes()
+    path = saving.saved_run(tmp_path, 5).checkpoint(5)
+    files = [file for file in path.rglob("*") if file.is_file() and file.stat().st_size]
+    assert len(files) >= 7
+    for file in files:
+        content = file.read_bytes()
         for position in {0, len(content) // 3, len(content) - 1}:
-            saving.damage(path / name, flip(position))
-            with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+            saving.damage(file, flip(position))
+            with pytest.raises(CheckpointError, match=re.escape(file.relative_to(path).as_posix())):
                 Reader(path).verify()
-            (path / name).write_bytes(content)
+            file.write_bytes(content)
     Reader(path).verify()
 
 
 @pytest.mark.parametrize("level", ["full", "size"])
 def test_missing_and_truncated_files_are_found_by_size(tmp_path: Path, level: Any) -> None:
-    run = saving.saved_run(tmp_path, 5)
-    reader = Reader(run.checkpoint(5))
+    reader = Reader(saving.saved_run(tmp_path, 5).checkpoint(5))
     saving.damage(reader.path / "model" / "model.safetensors", lambda content: content[:-3])
     (reader.path / "state.json").unlink()
     (reader.path / "model" / "empty.txt").unlink()
@@ -57,10 +50,6 @@ def test_missing_and_truncated_files_are_found_by_size(tmp_path: Path, level: An
 
 
 # --------------------------------------------------------------------------------------------------------- foreign
-
-
-def manifest_of(run: RunDir) -> dict[str, Any]:
-    return dict(json.loads((run.checkpoint(1) / "manifest.json").read_text()))
 
 
 def test_foreign_directories_are_said_to_be(tmp_path: Path) -> None:
@@ -92,42 +81,33 @@ def test_foreign_directories_are_said_to_be(tmp_path: Path) -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_manifest_that_makes_no_sense_is_damage(tmp_path: Path, files: Any) -> None:
-    run = saving.saved_run(tmp_path, 1)
-    saving.sign(run.checkpoint(1), {**manifest_of(run), "files": files})
+def test_a_manifest_that_makes_no_sense_is_damage_and_fields_of_a_later_one_are_no_problem(
+    tmp_path: Path, files: Any
+) -> None:
+    path = saving.saved_run(tmp_path, 1).checkpoint(1)
+    document = json.loads((path / "manifest.json").read_text())
+    saving.sign(path, {**document, "something_new": [1]})
+    assert Reader(path).step == 1
+    saving.sign(path, {**document, "files": files})
     with pytest.raises(CheckpointError, match=r"manifest\.json: is damaged"):
-        Reader(run.checkpoint(1))
-
-
-def test_fields_of_a_later_manifest_are_no_problem(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 1)
-    saving.sign(run.checkpoint(1), {**manifest_of(run), "something_new": [1]})
-    assert Reader(run.checkpoint(1)).step == 1
+        Reader(path)
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-def test_rows_are_read_without_the_rest(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 6)
-    reader, full = Reader(run.checkpoint(6)), saving.tensors(6)
+def test_rows_are_read_without_the_rest_and_what_is_gone_is_named(tmp_path: Path) -> None:
+    reader, full = Reader(saving.saved_run(tmp_path, 6).checkpoint(6)), saving.tensors(6)
     for name, tensor in full.items():
-        if tensor.dim() == 0:
-            continue
-        for start, stop in ((0, None), (1, 3), (2, 2), (5, 100), (len(tensor), None)):
+        ends = ((0, None), (1, 3), (2, 2), (5, 100), (len(tensor), None)) if tensor.dim() else ()
+        for start, stop in ends:
             saving.assert_equal(reader.read(name, start=start, stop=stop), tensor[start:stop])
     saving.assert_equal(reader.read("model.scale.exp_avg", "optimizer"), full["model.scale"] / 2)
     assert reader.shape("model.embed.weight") == (64, 16)
     first, second = reader.read("model.embed.weight"), reader.read("model.embed.weight")
     first.zero_()
     saving.assert_equal(second, full["model.embed.weight"])
-
-
-def test_reading_what_is_gone_names_the_file(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 6)
-    reader = Reader(run.checkpoint(6))
-    assert reader.model_names()
-    (run.checkpoint(6) / "model" / "model.safetensors").unlink()
+    (reader.path / "model" / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read \(No such file"):
         reader.read("model.embed.weight")
     with pytest.raises(CheckpointError, match="has no model tensor nothing"):
@@ -135,8 +115,7 @@ def test_reading_what_is_gone_names_the_file(tmp_path: Path) -> None:
 
 
 def test_states_come_back_and_missing_ones_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = saving.saved_run(tmp_path, 6)
-    reader = Reader(run.checkpoint(6))
+    reader = Reader(saving.saved_run(tmp_path, 6).checkpoint(6))
     assert reader.components() == ["trainer", "scheduler", "rng"]
     assert reader.state("scheduler") == {"last_lr": [0.1]}
     with pytest.raises(CheckpointError, match="has no component ema; it has trainer, scheduler, rng"):
@@ -151,9 +130,14 @@ def test_states_come_back_and_missing_ones_are_said(tmp_path: Path, caplog: pyte
         reader.has(Component("ema", Box(), Sharing.GLOBAL, required=True))
 
 
-def test_components_are_restored_by_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run = saving.saved_run(tmp_path, 6)
-    reader = Reader(run.checkpoint(6))
+def test_components_are_restored_by_key_and_what_does_not_fit_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Other(Box):
+        def load_state_dict(self, state: Any) -> None:
+            raise KeyError("warmup")
+
+    reader = Reader(saving.saved_run(tmp_path, 6).checkpoint(6))
     trainer, scheduler, ema = Box(), Box("as built"), Box("as built")
     wanted = [
         Component("trainer", trainer, Sharing.GLOBAL, required=True),
@@ -164,16 +148,8 @@ def test_components_are_restored_by_key(tmp_path: Path, caplog: pytest.LogCaptur
     assert trainer.state["step"] == 6
     assert (scheduler.state, ema.state) == ("as built", "as built")
     assert "ema, which starts fresh" in caplog.text
-
-
-def test_a_state_that_does_not_fit_names_its_component(tmp_path: Path) -> None:
-    class Other(Box):
-        def load_state_dict(self, state: Any) -> None:
-            raise KeyError("warmup")
-
-    run = saving.saved_run(tmp_path, 6)
     with pytest.raises(CheckpointError, match=r"the state of scheduler does not fit this run \(KeyError: 'warmup'\)"):
-        restore_components(Reader(run.checkpoint(6)), [Component("scheduler", Other(), Sharing.GLOBAL)])
+        restore_components(reader, [Component("scheduler", Other(), Sharing.GLOBAL)])
 
 
 def test_garbage_is_an_error_at_verify_none_too(tmp_path: Path) -> None:
@@ -194,8 +170,7 @@ def test_garbage_is_an_error_at_verify_none_too(tmp_path: Path) -> None:
 def test_a_row_is_read_from_its_own_bytes(tmp_path: Path) -> None:
     """A row does not depend on the bytes of the others, damaged here."""
     big = {"w": torch.arange(1 << 16, dtype=torch.float32).reshape(1 << 8, 1 << 8)}
-    saver = saving.checkpointer(tmp_path)
-    saving.save(saver, 1, model=saving.rows(big))
-    path = saver.run.checkpoint(1) / "model" / "model.safetensors"
-    saving.damage(path, lambda content: content.__setitem__(slice(-(1 << 10), None), bytes(1 << 10)))
-    saving.assert_equal(Reader(saver.run.checkpoint(1)).read("w", start=3, stop=4), big["w"][3:4])
+    path = saving.saved_run(tmp_path, 1, model=saving.rows(big)).checkpoint(1)
+    last = slice(-(1 << 10), None)
+    saving.damage(path / "model" / "model.safetensors", lambda content: content.__setitem__(last, bytes(1 << 10)))
+    saving.assert_equal(Reader(path).read("w", start=3, stop=4), big["w"][3:4])

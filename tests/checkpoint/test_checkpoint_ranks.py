@@ -125,25 +125,14 @@ def test_replicas_write_a_part_each(tmp_path: Path) -> None:
 # --------------------------------------------------------------------------------------------------------- replication
 
 
-def on_rank(rank: int, change: Callable[[Tensor], Any], tensor: Tensor) -> Tensor:
-    """``tensor``, changed on one rank."""
+def flipped_on(rank: int, tensor: Tensor) -> Tensor:
+    """``tensor``, which has another bit on one rank."""
     if dist.get_rank() == rank:
-        change(tensor)
+        tensor.view(-1)[-1:].view(torch.uint8)[0] ^= 1
     return tensor
 
 
-def flip(tensor: Tensor) -> None:
-    """One bit."""
-    tensor.view(-1)[-1:].view(torch.uint8)[0] ^= 1
-
-
-def exchange(tensor: Tensor) -> None:
-    tensor[[1, 2]] = tensor[[2, 1]]
-
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool)
-HOLES = {0: (0, 4), 1: (4, 4), 2: (0, 4), 3: (4, 4)}
-"""HSDP 2x2: (start, rows) by rank."""
 
 
 def refused(root: str, level: str) -> list[str]:
@@ -160,10 +149,11 @@ def refused(root: str, level: str) -> list[str]:
         saver.wait()
 
     for dtype in DTYPES:
-        attempt(model=saving.rows({"a": torch.ones(3), "b": on_rank(1, flip, torch.ones(6).to(dtype))}))
-    attempt(optimizer=saving.rows({"a.exp_avg": on_rank(2, exchange, torch.arange(5.0).bfloat16())}))
-    start, count = HOLES[rank]
-    part = on_rank(3, flip, torch.arange(8.0)[start : start + count].clone())
+        attempt(model=saving.rows({"a": torch.ones(3), "b": flipped_on(1, torch.ones(6).to(dtype))}))
+    exchanged = [0, 2, 1, 3, 4] if rank == 2 else range(5)
+    attempt(optimizer=saving.rows({"a.exp_avg": torch.tensor(exchanged).bfloat16()}))
+    start = 4 * (rank % 2)  # HSDP 2x2
+    part = flipped_on(3, torch.arange(8.0)[start : start + 4].clone())
     attempt(model={"w": LocalShard(part, start, (8,))}, optimizer={})
     attempt(model=saving.rows({"w": torch.ones(2 + (rank == 2))}), optimizer={})
     attempt(components=[Component("scheduler", Box({"lr": [0.1 if rank else 0.2]}), Sharing.REPLICATED)])
@@ -264,9 +254,8 @@ def test_a_failure_on_one_rank_is_known_to_all_and_the_next_save_works(what: str
     why = WRONG[what][1]
     failures, messages, steps, trained = alike(run_ranks(3, after, str(tmp_path), what))
     assert failures == [(2, why)]
-    assert messages == [
-        f"the checkpoint of step 2 was not saved: {why}; the newest one is {tmp_path}/checkpoints/step-00000001"
-    ]
+    newest = tmp_path / "checkpoints" / "step-00000001"
+    assert messages == [f"the checkpoint of step 2 was not saved: {why}; the newest one is {newest}"]
     assert steps == [1, 3]
     assert trained
     assert saving.debris(RunDir(tmp_path)) == []
@@ -323,8 +312,7 @@ def test_what_one_rank_cannot_save_no_rank_saves(tmp_path: Path) -> None:
 
 def train_and_save(root: str) -> tuple[list[tuple[int, str]], list[int]]:
     """A loop as the trainer's: ranks agree each step on whether all are done, then all tell what was published."""
-    saver = saving.checkpointer(Path(root), async_save=True, save_total_limit=2)
-    told, lags = [], []
+    saver, told = saving.checkpointer(Path(root), async_save=True, save_total_limit=2), []
     for step in range(60):
         done = torch.tensor(int(saver.is_done))
         dist.all_reduce(done, dist.ReduceOp.MIN)
@@ -332,7 +320,6 @@ def train_and_save(root: str) -> tuple[list[tuple[int, str]], list[int]]:
             told += [(step, path.name) for path in saver.newly_published()]
         if step % 20 == 0:
             assert saving.save(saver, step, size=256)
-            lags.append(step)
         time.sleep(0.005 * dist.get_rank())
         dist.all_reduce(torch.ones(10_000))
     saver.wait()
@@ -375,14 +362,19 @@ def loaded(root: str, level: Any, step: int | None = None) -> tuple[int | str | 
     with logged() as messages:
         try:
             reader = newest_valid(run, level, group) if step is None else named(run.checkpoint(step), level, group)
-            found: int | str | None = reader.step if reader else None
+            result: int | str | None = reader.step if reader else None
         except CheckpointError as error:
-            found = str(error)
-    return found, messages, saving.io_bytes("rchar") - before
+            result = str(error)
+    return result, messages, saving.io_bytes("rchar") - before
 
 
-def spoil(path: Path, position: int = -1) -> None:
-    saving.damage(path, saving.flip(position))
+def found(num_ranks: int, root: Path, *step: int) -> Any:
+    """What all ranks load, or the error that all have."""
+    return alike([step_or_error for step_or_error, *_ in run_ranks(num_ranks, loaded, str(root), "full", *step)])
+
+
+def spoil(path: Path) -> None:
+    saving.damage(path, saving.flip(-1))
 
 
 def test_all_ranks_take_the_same_checkpoint_and_read_a_part_each_to_verify_it(tmp_path: Path) -> None:
@@ -392,7 +384,7 @@ def test_all_ranks_take_the_same_checkpoint_and_read_a_part_each_to_verify_it(tm
     spoil(run.checkpoint(3) / "optimizer" / "optimizer-00002-of-00003.safetensors")
     spoil(run.checkpoint(2) / "state.json")
     results = run_ranks(3, loaded, str(tmp_path), "full")
-    assert [found for found, *_ in results] == [1, 1, 1]
+    assert [step for step, *_ in results] == [1, 1, 1]
     assert results[1][1] == results[2][1] == []
     assert len(results[0][1]) == 2
     assert any("step-00000003: is damaged: optimizer/optimizer-00002-of-00003.safetensors" in m for m in results[0][1])
@@ -400,32 +392,26 @@ def test_all_ranks_take_the_same_checkpoint_and_read_a_part_each_to_verify_it(tm
     size = sum(path.stat().st_size for step in (1, 2, 3) for path in run.checkpoint(step).rglob("*") if path.is_file())
     assert all(bytes_read for *_, bytes_read in results)
     assert sum(bytes_read for *_, bytes_read in results) < size * 1.1
-    assert [found for found, *_ in run_ranks(3, loaded, str(tmp_path), "size")] == [3, 3, 3]
-    assert [found for found, *_ in run_ranks(2, loaded, str(tmp_path / "none"), "full")] == [None, None]
+    assert [step for step, *_ in run_ranks(3, loaded, str(tmp_path), "size")] == [3, 3, 3]
+    assert found(2, tmp_path / "none") is None
 
 
-def test_errors_of_loading_are_equal_on_all_ranks(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 1, 2)
-    spoil(run.checkpoint(2) / "manifest.json")
-    (run.checkpoint(1) / "state.json").unlink()
-    message = alike([found for found, *_ in run_ranks(3, loaded, str(tmp_path), "full")])
-    assert "no usable checkpoint is left in" in message
-    assert "step-00000002/manifest.json: cannot be read" in message
-    assert "state.json is missing (found by rank" in message
-    (run.checkpoint(2) / "manifest.json").write_text('{"format": "forgather-checkpoint", "format_version": 7}')
-    assert "upgrade forgather" in alike([found for found, *_ in run_ranks(2, loaded, str(tmp_path), "full")])
-
-
-def test_a_named_checkpoint_is_verified_by_all(tmp_path: Path) -> None:
+def test_errors_of_loading_are_equal_on_all_ranks_also_of_one_that_is_named(tmp_path: Path) -> None:
     run = saving.saved_run(tmp_path, 1, 2)
     spoil(run.checkpoint(2) / "model" / "model.safetensors")
-    whole, damaged, missing = (
-        alike([found for found, *_ in run_ranks(2, loaded, str(tmp_path), "full", step)]) for step in (1, 2, 3)
-    )
+    whole, damaged, missing = (found(2, tmp_path, step) for step in (1, 2, 3))
     assert whole == 1
     assert "resume_from_checkpoint: " in damaged
     assert "model/model.safetensors has other content" in damaged
     assert "no such checkpoint directory" in missing
+    spoil(run.checkpoint(2) / "manifest.json")
+    (run.checkpoint(1) / "state.json").unlink()
+    message = found(3, tmp_path)
+    assert "no usable checkpoint is left in" in message
+    assert "step-00000002/manifest.json: cannot be read" in message
+    assert "state.json is missing (found by rank" in message
+    (run.checkpoint(2) / "manifest.json").write_text('{"format": "forgather-checkpoint", "format_version": 7}')
+    assert "upgrade forgather" in found(2, tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------- components
@@ -495,9 +481,6 @@ def test_what_starts_fresh_is_one_line_unless_it_is_required(tmp_path: Path, cap
         restore_components(reader, [Component("rng", Box(), Sharing.PER_RANK, required=True)], world_size=2)
 
 
-# ------------------------------------------------------------------------------------------------------------ at start
-
-
 def tried(root: str, what: str) -> str:
     rank = dist.get_rank()
     saver, home = saving.checkpointer(Path(root)), os.getcwd()
@@ -529,8 +512,6 @@ def test_what_fails_on_one_rank_at_start_is_an_error_on_all(tmp_path: Path) -> N
     assert "needs 9.01e+06 GB" in answer("large")
     assert "does not see" in answer("not shared")
 
-
-# ------------------------------------------------------------------------------------------------------ killed with -9
 
 KILLED = """
 import os, random, signal, sys, time

@@ -103,10 +103,6 @@ def test_who_differs_in_what_is_told() -> None:
     other = Piece(TensorSpec("w", "BF16", (8, 2)), 0, 8)
     assert two_ranks("quick", (whole, other), sums=({}, {})) == ["w (rank 0: F32 [8, 2]; rank 1: BF16 [8, 2])"]
     assert two_ranks("none", (whole, other), sums=({}, {})) == []
-    held = [[first], [first], [second], [second]]
-    sums = [{"w": 1}, {"w": 1}, {"w": 3}, {"w": 4}]
-    told = ReplicationCheck("tensor").differences(2, held, sums)  # type: ignore[arg-type]
-    assert told == ["w rows 4 to 8 (rank 2 unlike rank 3)"]
     with pytest.raises(ReplicationError, match=r"step 7 is not saved.* a, b, c, d, e and 2 more; find"):
         refuse(list("abcdefg"), 7)
 

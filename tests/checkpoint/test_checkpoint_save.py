@@ -30,8 +30,7 @@ from forgather_cli.run_dir import RunDir
 
 
 def test_the_manifest_names_every_file_with_its_plain_sha256(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 5)
-    path = run.checkpoint(5)
+    path = saving.saved_run(tmp_path, 5).checkpoint(5)
     manifest = read_manifest(path)
     on_disk = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
     assert set(manifest.files) == on_disk - {"manifest.json"}
@@ -62,21 +61,14 @@ def test_views_and_transposed_weights_are_stored_by_value(tmp_path: Path) -> Non
             saving.assert_equal(reader.read(name), tensor.detach().contiguous())
 
 
-def test_a_run_without_optimizer_tensors_has_no_optimizer_file(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 1, optimizer={})
-    assert Reader(run.checkpoint(1)).optimizer_names() == []
-    assert not (run.checkpoint(1) / "optimizer").exists()
-
-
-def test_write_model_directory_is_what_save_writes(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path / "run", 3)
+def test_write_model_directory_is_what_save_writes_which_needs_no_optimizer(tmp_path: Path) -> None:
+    path = saving.saved_run(tmp_path / "run", 3, optimizer={}).checkpoint(3)
+    assert Reader(path).optimizer_names() == []
+    assert not (path / "optimizer").exists()
     (tmp_path / "plain").mkdir()
     write_model_directory(tmp_path / "plain", saving.tensors(3))
     written = (tmp_path / "plain" / "model.safetensors").read_bytes()
-    assert written == (run.checkpoint(3) / "model" / "model.safetensors").read_bytes()
-
-
-# ------------------------------------------------------------------------------------------- the plan for several ranks
+    assert written == (path / "model" / "model.safetensors").read_bytes()
 
 
 def test_rows_that_nobody_or_two_ranks_hold_are_errors() -> None:
@@ -115,16 +107,6 @@ def test_an_asynchronous_save_stores_the_state_of_its_step(tmp_path: Path) -> No
     saving.assert_content(Reader(saver.run.checkpoint(1)), 1)
 
 
-def test_a_due_save_waits_for_the_one_before(tmp_path: Path) -> None:
-    saver = saving.checkpointer(tmp_path, async_save=True)
-    for step in range(1, 6):
-        assert saving.save(saver, step)
-    saver.close()
-    assert saver.newly_published() == [saver.run.checkpoint(step) for step in range(1, 6)]
-    for step in range(1, 6):
-        saving.assert_content(Reader(saver.run.checkpoint(step)), step)
-
-
 def test_a_save_in_flight_survives_the_end_of_the_interpreter(tmp_path: Path) -> None:
     code = (
         "import sys, time, saving\n"
@@ -141,10 +123,6 @@ def test_a_save_in_flight_survives_the_end_of_the_interpreter(tmp_path: Path) ->
 # ------------------------------------------------------------------------------------------------------------ failures
 
 
-def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
-
-
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_full_disk_is_an_error_in_the_log_and_the_checkpoint_before_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, async_save: bool
@@ -156,7 +134,7 @@ def test_a_full_disk_is_an_error_in_the_log_and_the_checkpoint_before_stands(
         saving.save(saver, 2, size=256)
         saver.wait()
     assert saver.newly_published() == [saver.run.checkpoint(1)]
-    (message,) = logged_errors(caplog)
+    (message,) = (record.getMessage() for record in caplog.records if record.levelno == logging.ERROR)
     assert message.startswith("the checkpoint of step 2 was not saved: File too large; the newest one")
     assert saver.failures == [(2, "File too large")]
     assert saver.run.checkpoint_steps() == [1]
@@ -207,13 +185,9 @@ def test_a_writer_that_hangs_is_left_to_itself_and_never_publishes(
 
 
 def test_other_metrics_may_be_non_finite(tmp_path: Path) -> None:
-    saver = saving.checkpointer(tmp_path)
-    assert saving.save(saver, 1, metrics={"eval_perplexity": float("inf")})
-    json.loads((saver.run.checkpoint(1) / "manifest.json").read_text(), parse_constant=pytest.fail)
-    assert Reader(saver.run.checkpoint(1)).manifest.metrics == {"eval_perplexity": float("inf")}
-
-
-# ------------------------------------------------------------------------------------------------- the same step again
+    path = saving.saved_run(tmp_path, 1, metrics={"eval_perplexity": float("inf")}).checkpoint(1)
+    json.loads((path / "manifest.json").read_text(), parse_constant=pytest.fail)
+    assert Reader(path).manifest.metrics == {"eval_perplexity": float("inf")}
 
 
 def identity(path: Path) -> tuple[int, int]:
@@ -238,17 +212,15 @@ def test_the_same_step_again_keeps_a_valid_checkpoint_and_adds_its_marks(tmp_pat
     assert saving.debris(saver.run) == []
 
 
-@pytest.mark.parametrize(
-    ("changes", "position"), [({"info": {"config_fingerprint": "f0"}}, None), ({"healthy": False}, None), ({}, -1)]
-)
+@pytest.mark.parametrize("changes", [{"info": {"config_fingerprint": "f0"}}, {"healthy": False}, {}], ids=str)
 def test_the_same_step_of_another_config_in_better_health_or_damaged_is_written_again(
-    tmp_path: Path, changes: dict[str, Any], position: int | None
+    tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     saver = saving.checkpointer(tmp_path)
     saving.save(saver, 4, **changes)
     path = saver.run.checkpoint(4)
-    if position is not None:
-        saving.damage(path / "model" / "model.safetensors", saving.flip(position))
+    if not changes:
+        saving.damage(path / "model" / "model.safetensors", saving.flip(-1))
     before = identity(path)
     assert saving.save(saver, 4)
     assert identity(path) != before
@@ -261,22 +233,17 @@ def test_the_same_step_of_another_config_in_better_health_or_damaged_is_written_
 # ------------------------------------------------------------------------------------------------------------- at start
 
 
-def test_trial_refuses_a_state_that_cannot_be_stored(tmp_path: Path) -> None:
+def test_trial_refuses_a_state_that_cannot_be_stored_and_leaves_the_run_directory_unused(tmp_path: Path) -> None:
     class Broken(Box):
         def state_dict(self) -> Any:
             raise KeyError("history")
 
-    saver = saving.checkpointer(tmp_path)
+    saver = saving.checkpointer(tmp_path / "new")
     mine = Component("callbacks.my_callback", Box({"history": [0, 1, 2, set()]}), Sharing.GLOBAL)
     with pytest.raises(SetupError, match=r"callbacks\.my_callback\.state\['history'\]\[3\]: cannot store .* type set"):
         saver.trial([*saving.components(0), mine])
     with pytest.raises(SetupError, match=r"broken: its state_dict\(\) failed: KeyError: 'history'"):
         saver.trial([Component("broken", Broken(), Sharing.GLOBAL)])
-    assert not saver.run.is_used()
-
-
-def test_trial_leaves_nothing_and_the_run_directory_unused(tmp_path: Path) -> None:
-    saver = saving.checkpointer(tmp_path / "new")
     saver.trial(saving.components(0), rows=saving.rows(saving.tensors(0)), num_bytes=1000)
     assert saving.debris(saver.run) == []
     assert not saver.run.is_used()
@@ -300,9 +267,8 @@ def test_without_planned_saves_a_trial_warns_of_a_lack_of_room_and_leaves_no_dir
 
 def test_trial_names_a_directory_it_cannot_write(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(
-        SetupError, match=r"output_dir: cannot write checkpoints to .*checkpoints \(.*exists\); set output_dir"
-    ):
+    told = r"output_dir: cannot write checkpoints to .*checkpoints \(.*exists\); set output_dir"
+    with pytest.raises(SetupError, match=told):
         saving.checkpointer(tmp_path).trial([])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,7 @@ from forgather_cli.run_dir import RunDir
 
 
 def make_newer(run: RunDir, step: int) -> None:
-    document = {"format": "forgather-checkpoint", "format_version": 7}
-    (run.checkpoint(step) / "manifest.json").write_text(json.dumps(document))
+    (run.checkpoint(step) / "manifest.json").write_text('{"format": "forgather-checkpoint", "format_version": 7}')
 
 
 @pytest.fixture
@@ -32,9 +30,8 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_the_newest_whole_one_and_a_healthy_one_if_there_is_any(run: RunDir) -> None:
-    assert [(each.step, each.healthy) for each in candidates(run)] == [
-        (3, True), (2, True), (1, True), (5, False), (4, False),
-    ]  # fmt: skip
+    assert [each.step for each in candidates(run)] == [3, 2, 1, 5, 4]
+    assert [each.step for each in candidates(run) if each.healthy] == [3, 2, 1]
     steps = []
     for step in (3, 2, 1, 5):
         chosen = choose(run)
@@ -67,9 +64,7 @@ def test_what_the_run_has_gone_back_from_is_no_candidate(run: RunDir) -> None:
 def test_nobody_falls_back_behind_a_newer_format(run: RunDir) -> None:
     make_newer(run, 3)  # a healthy one before it is left, and newer ones that are not
     for ask in (choose, newest_valid, healthy_ones, lambda run: Reader(run.checkpoint(3))):
-        with pytest.raises(
-            CheckpointError, match="checkpoint format 7, this Forgather reads up to 1; upgrade forgather"
-        ):
+        with pytest.raises(CheckpointError, match="format 7, this Forgather reads up to 1; upgrade forgather"):
             ask(run)
     assert would_resume(run) is None
     assert f"use {run.checkpoint(1)}, the newest other one" in instead_of(run.checkpoint(2))
@@ -103,12 +98,7 @@ def test_of_damaged_manifests_those_are_told_that_would_have_been_taken(tmp_path
     assert all(str(run.checkpoint(step)) in str(none_left.value) for step in (2, 4, 6, 8))
 
 
-# ---------------------------------------------------------------------------------------------------------- who asks
-
-
-def test_the_last_line_of_a_run_names_the_step_that_a_resume_takes(
-    run: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_last_line_of_a_run_names_what_a_resume_takes(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     def told() -> str:
         capsys.readouterr()
         with RunLock(run.root) as held:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from forgather_cli.checkpoint.format import FiniteScan, Piece, TensorFile, TensorSpec, is_finite, plan, read_header
 from forgather_cli.documents.encoding import DTYPES, raw_bytes
@@ -69,9 +70,16 @@ def test_headers_of_other_files_are_refused(tmp_path: Path, header: Any, data: i
 @pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.is_floating_point], ids=str)
 def test_the_largest_number_is_finite_and_what_comes_behind_it_is_not(dtype: torch.dtype) -> None:
     def finite(*numbers: float) -> bool:
-        tensor = torch.tensor(numbers, dtype=torch.float64).to(dtype)
+        return all_finite(torch.tensor(numbers, dtype=torch.float64).to(dtype))
+
+    def all_finite(tensor: Tensor) -> bool:
         return is_finite(memoryview(raw_bytes(tensor).numpy().tobytes()), DTYPES[dtype])
 
+    bits = 8 * dtype.itemsize
+    integers = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}[bits]
+    upper = torch.arange(0, 1 << min(bits, 16), 1 if bits == 8 else 97) << max(bits - 16, 0)
+    for value in upper.to(integers).view(dtype):  # of any sign and exponent, and of NaNs the bits behind them
+        assert all_finite(torch.stack([torch.zeros_like(value), value])) == bool(value.double().isfinite()), value
     limits, nan = torch.finfo(dtype), float("nan")
     assert finite(limits.max, limits.min, 0.0, 1.0, limits.tiny)
     assert not any(finite(*numbers) for numbers in ([nan], [0.0, nan], [limits.max, nan], [limits.min, -nan, 1.0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,47 +194,28 @@ def test_a_mesh_trains_as_one_device_saves_and_resumes_on_another_mesh_and_on_on
             agree(ranks, alone)
 
 
-def materialized(shard: int, tensor: int) -> Any:
-    strategy = TensorParallelFSDP2(shard, tensor)
+def norms_of_a_mesh() -> tuple[dict[str, float], dict[str, float], str]:
+    """And what Muon says."""
+    strategy = TensorParallelFSDP2(2, 2)
     with torch.device("meta"):
         model = Decoder(tiny.decoder_settings(**HEADS))
     strategy.materialize(ModelSpec(build=lambda: model, init=lambda part: init_parameters(part, 0)))
-    return strategy
-
-
-class _Trainer:
-    """What ``FullParameters`` reads of one."""
-
-    def __init__(self, strategy: Any) -> None:
-        self.run = self
-        self.strategy, self.cpu_group = strategy, dist.group.WORLD
-
-
-def norms_of_a_mesh() -> tuple[dict[str, float], dict[str, float]]:
-    parameters = FullParameters(_Trainer(materialized(2, 2)))
+    with pytest.raises(SetupError) as refusal:
+        build_optimizer(MuonSettings(), trainable_parameters(strategy.parts), lr=1e-3, weight_decay=0.0)
+    trainer: Any = SimpleNamespace(strategy=strategy, run=SimpleNamespace(cpu_group=dist.group.WORLD))
+    parameters = FullParameters(trainer)
     spectral = SpectralNorms(parameters)
     weights: Tensor = parameters.weights().sqrt()
     found = dict(zip(parameters.shapes, weights.tolist(), strict=True))
-    return found, dict(zip(spectral.names, spectral.measure(20).tolist(), strict=True))
+    return found, dict(zip(spectral.names, spectral.measure(20).tolist(), strict=True)), str(refusal.value)
 
 
-def test_initial_weights_and_their_norms_are_those_of_one_device() -> None:
+def test_initial_weights_and_norms_are_those_of_one_device_and_muon_refuses_a_second_sharded_dimension() -> None:
     full = {name: p.detach() for name, p in tiny.decoder(**HEADS).named_parameters()}
-    for norms, spectral in run_ranks(4, norms_of_a_mesh):
+    ranks = run_ranks(4, norms_of_a_mesh)
+    assert len({refusal for *_, refusal in ranks}) == 1
+    for norms, spectral, refusal in ranks:
         assert norms == pytest.approx({name: float(p.norm()) for name, p in full.items()}, rel=1e-6)
         matrices = {name: float(torch.linalg.matrix_norm(p, 2)) for name, p in full.items() if p.ndim == 2}
         assert spectral == pytest.approx(matrices, rel=5e-3)
-
-
-def refusal_of_muon() -> str:
-    parameters = trainable_parameters(materialized(2, 2).parts)
-    with pytest.raises(SetupError) as error:
-        build_optimizer(MuonSettings(), parameters, lr=1e-3, weight_decay=0.0)
-    return str(error.value)
-
-
-def test_muon_refuses_a_second_sharded_dimension_by_name() -> None:
-    (told,) = set(run_ranks(4, refusal_of_muon))
-    assert "optimizer=muon" in told
-    assert "_proj.weight" in told
-    assert "optimizer=adamw" in told
+        assert all(word in refusal for word in ("optimizer=muon", "_proj.weight", "optimizer=adamw"))

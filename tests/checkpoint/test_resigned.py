@@ -10,18 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from program import Process, forgather
+from program import Process, forgather, printed
 from safetensors.torch import load_file, save_file
 from saving import resign
-
-from forgather_cli.checkpoint.format import is_finite
-from forgather_cli.documents.encoding import DTYPES, raw_bytes
 
 SMALL = ["model=nano", "seq_len=16", "callbacks=minimal", "global_batch_size=4", "logging_steps=1", "device=cpu",
          "data=synthetic", "num_samples=64", "num_eval_samples=4", "save_steps=1"]  # fmt: skip
 STEP_1, STEP_2 = Path("RUN/checkpoints/step-00000001"), Path("RUN/checkpoints/step-00000002")
 WEIGHT = "model.embed_tokens.weight"
+Said = Callable[..., str]
 WRITE = ["--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"]
 
 
@@ -32,12 +29,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture
-def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(autouse=True)
+def _here(made: Path, own_directory: None) -> None:
     """The working directory with a run RUN, which has checkpoints of its steps 1 and 2."""
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
-    return tmp_path
+    shutil.copytree(made, Path.cwd(), dirs_exist_ok=True)
 
 
 def void(
@@ -54,13 +49,17 @@ def void(
     resign(checkpoint)
 
 
-def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
-    """Exit code and what a command has said. A traceback is never among it."""
-    capsys.readouterr()
-    code = forgather(*words)
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err
-    return code, captured.out + captured.err
+@pytest.fixture
+def said(capsys: pytest.CaptureFixture[str]) -> Said:
+    """What a command says, of the files here by their relative names. A traceback is never among it."""
+
+    def said(*words: str, code: int = 2) -> str:
+        done = printed(capsys, *words)
+        assert done.code == code, done
+        assert "Traceback" not in done.err
+        return (done.out + done.err).replace(f"{Path.cwd()}/", "")
+
+    return said
 
 
 # -------------------------------------------------------------------------------------- values that are not finite
@@ -75,12 +74,9 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_checkpoint_with_void_weights_is_refused_and_another_one_named(
-    here: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_with_void_weights_is_refused_and_another_one_named(name: str, said: Said) -> None:
     void(STEP_2)
-    code, text = said(capsys, *READERS[name])
-    assert code == 2
+    text = said(*READERS[name])
     assert text.count("error: ") == 1
     assert f"{STEP_2}: is damaged: model/model.safetensors" in text
     assert WEIGHT in text
@@ -99,52 +95,37 @@ MOMENT = f"{WEIGHT}.exp_avg"
         (float("-inf"), "model/model.safetensors", WEIGHT),
     ],
 )
-def test_a_run_goes_on_from_the_checkpoint_before(
-    here: Path, value: float, file: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_goes_on_from_the_checkpoint_before(value: float, file: str, name: str, said: Said) -> None:
     void(STEP_2, value, file, name)
-    code, text = said(capsys, "checkpoint", "verify", "RUN")
-    assert code == 1
-    assert f"{file} holds values that are not finite, in {name}" in text
-    code, text = said(capsys, "resume", "RUN", "max_steps=3")
-    assert code == 0
-    assert f"{STEP_1} is used" in text
+    found = f"{file} holds values that are not finite, in {name}"
+    assert found in said("checkpoint", "verify", "RUN", code=1)
+    assert f"{STEP_1} is used" in said("resume", "RUN", "max_steps=3", code=0)
 
 
 @pytest.mark.parametrize("step", [0.0, 1.0, 3.0])
-def test_a_parameter_at_another_step_is_damage(here: Path, step: float, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_parameter_at_another_step_is_damage(step: float, said: Said) -> None:
     """Its moments would be corrected by another factor."""
     void(STEP_2, step, "optimizer/optimizer.safetensors", f"{WEIGHT}.step", place=0)
-    code, text = said(capsys, "resume", "RUN", "max_steps=3")
-    assert code == 2
+    text = said("resume", "RUN", "max_steps=3")
     assert WEIGHT in text
-    assert f"use {STEP_1}, " in text.replace(f"{here}/", "")
+    assert f"use {STEP_1}, " in text
 
 
-def test_there_is_none_that_would_work(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_there_is_none_that_would_work(said: Said) -> None:
     void(STEP_1)
     void(STEP_2)
-    code, text = said(capsys, "resume", "RUN", "max_steps=3")
-    assert code == 2
-    assert re.search("no usable checkpoint is left in .*RUN;", text)
-    code, text = said(capsys, *READERS["train"])
-    assert code == 2
-    assert "no other checkpoint that is healthy and whole" in text
+    assert "no usable checkpoint is left in RUN;" in said("resume", "RUN", "max_steps=3")
+    assert "no other checkpoint that is healthy and whole" in said(*READERS["train"])
 
 
-def test_an_average_leaves_them_out(
-    here: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_average_leaves_them_out(said: Said, caplog: pytest.LogCaptureFixture) -> None:
     void(STEP_2)
     problem = f"{STEP_2}: is damaged: model/model.safetensors holds values that are not finite, in {WEIGHT}; "
-    code, text = said(capsys, "checkpoint", "average", "--last", "2", "RUN", "-o", "MEAN")
-    assert code == 2
+    average = ("checkpoint", "average", "-o", "MEAN")
+    said(*average, "--last", "2", "RUN")
     assert f"{problem}it is left out" in caplog.text
-    code, text = said(capsys, "checkpoint", "average", str(STEP_1), str(STEP_2), "-o", "MEAN")
-    assert code == 2
-    assert f"{problem}leave it out" in text
-    code, text = said(capsys, "checkpoint", "average", str(STEP_1), str(STEP_2 / "model"), "-o", "MEAN")
-    assert code == 2
+    assert f"{problem}leave it out" in said(*average, str(STEP_1), str(STEP_2))
+    text = said(*average, str(STEP_1), str(STEP_2 / "model"))
     assert f"{STEP_2}/model: {WEIGHT} holds values that are not finite" in text
     assert not Path("MEAN").exists()
 
@@ -159,40 +140,21 @@ def test_an_average_leaves_them_out(
     ],
     ids=lambda words: words[0],
 )
-def test_a_model_directory_with_void_weights(here: Path, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_directory_with_void_weights(words: list[str], said: Said) -> None:
     void(STEP_2)
     shutil.move(STEP_2 / "model", "MODEL")
-    code, text = said(capsys, *words)
-    assert code == 2
-    assert f"MODEL: {WEIGHT} holds values that are not finite" in text
+    assert f"MODEL: {WEIGHT} holds values that are not finite" in said(*words)
 
 
 @pytest.mark.parametrize(
     ("level", "file", "name"),
     [("size", "model/model.safetensors", WEIGHT), ("none", "optimizer/optimizer.safetensors", MOMENT)],
 )
-def test_what_was_not_verified_is_found_where_it_is_loaded(
-    here: Path, level: str, file: str, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_was_not_verified_is_found_where_it_is_loaded(level: str, file: str, name: str, said: Said) -> None:
     void(STEP_2, float("inf"), file, name)
-    code, text = said(capsys, "resume", "RUN", "max_steps=3", f"verify_checkpoint={level}")
-    assert code == 2
-    assert f"{STEP_2}: is damaged: {name} holds values that are not finite" in text.replace(str(here) + "/", "")
+    text = said("resume", "RUN", "max_steps=3", f"verify_checkpoint={level}")
+    assert f"{STEP_2}: is damaged: {name} holds values that are not finite" in text
     assert f"{STEP_1}, the newest other one" in text
-
-
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.is_floating_point], ids=str)
-def test_every_value_that_is_not_finite_is_seen(dtype: torch.dtype) -> None:
-    size = dtype.itemsize
-    every = torch.arange(0, 1 << min(8 * size, 16), dtype=torch.int32)
-    if size > 2:  # the upper 16 bits tell
-        patterns = (every.to(torch.int64) << (8 * size - 16)).to({4: torch.int32, 8: torch.int64}[size])
-    else:
-        patterns = every.to({1: torch.uint8, 2: torch.int16}[size])
-    for value in patterns.view(dtype)[:: 1 if size == 1 else 97]:
-        expected = bool(value.double().isfinite())
-        content = memoryview(raw_bytes(torch.stack([torch.zeros_like(value), value])).numpy().tobytes())
-        assert is_finite(content, DTYPES[dtype]) == expected, value
 
 
 # --------------------------------------------------------------------------------------------------- fields of files
@@ -242,15 +204,11 @@ def put(file: Path, path: tuple[str | int, ...], value: Any) -> None:
 
 
 @pytest.mark.parametrize(("path", "value"), WRONG, ids=lambda part: f"{part!r:.60}")
-def test_a_wrong_field_of_a_state_is_damage(
-    here: Path, path: tuple[str | int, ...], value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_field_of_a_state_is_damage(path: tuple[str | int, ...], value: Any, said: Said) -> None:
     file = STEP_2 / ("state-rank-00000.json" if path[0] == "rng" else "state.json")
     put(file, path, value)
     resign(STEP_2)
-    code, text = said(capsys, "resume", "RUN", "max_steps=3")
-    text = text.replace(f"{here}/", "")
-    assert code == 2
+    text = said("resume", "RUN", "max_steps=3")
     assert text.count("error: ") == 1
     assert str(file) in text or path[-1] == "changed"  # of which the optimizer tells
     assert all(str(key) in text for key in path if isinstance(key, str)) or "its encoding" in text or path[0] in text
@@ -259,13 +217,10 @@ def test_a_wrong_field_of_a_state_is_damage(
 
 @pytest.mark.parametrize("content", ["[]", '{"components": [1]}', "{}", '"x'])
 @pytest.mark.parametrize("file", ["state.json", "state-rank-00000.json"])
-def test_a_state_that_is_no_object_is_damage_like_other(
-    here: Path, file: str, content: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_state_that_is_no_object_is_damage_like_other(file: str, content: str, said: Said) -> None:
     (STEP_2 / file).write_text(content)
     resign(STEP_2)
-    code, text = said(capsys, *READERS["train"])
-    assert code == 2
+    text = said(*READERS["train"])
     assert re.search(rf"{STEP_2}/{file}: .*; use {STEP_1}, ", text)
 
 
@@ -274,57 +229,46 @@ def test_a_state_that_is_no_object_is_damage_like_other(
     [("step", 20), ("step", -2), ("step", 10**400), ("metrics", {"loss": 10**400}), ("metrics", {"loss": "x"}),
      ("best_by", {"metric": "loss"}), ("holders", []), ("buffers", [1]), ("components", [])], ids=str,
 )  # fmt: skip
-def test_a_wrong_field_of_a_manifest_is_damage(
-    here: Path, field: str, value: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_field_of_a_manifest_is_damage(field: str, value: Any, said: Said) -> None:
     put(STEP_2 / "manifest.json", (field,), value)
     resign(STEP_2)
-    code, text = said(capsys, "resume", "RUN", "max_steps=3")
-    assert code == 0
+    text = said("resume", "RUN", "max_steps=3", code=0)
     assert re.search(rf"{STEP_2}/manifest\.json: is damaged .*{field}.*; .*{STEP_1} is used", text)
 
 
 @pytest.mark.parametrize(
     "change", [{"number": "x"}, {"data": []}, {"to_step": -1}, {"skipped_sample_ids": [-1]}], ids=str
 )
-def test_a_wrong_field_of_a_rollback_is_damage(
-    here: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_field_of_a_rollback_is_damage(change: dict[str, Any], said: Said) -> None:
     record = {"number": 1, "time": "", "reason": "", "from_step": 2, "to_step": 2, "num_skipped_samples": 0,
               "skipped_sample_ids": [], "data": [{"epoch": 0, "sample": 8}], "tensors": []}  # fmt: skip
     Path("RUN/rollbacks.jsonl").write_text(json.dumps({**record, **change}) + "\n")
-    code, text = said(capsys, "resume", "RUN", "max_steps=3")
-    assert code == 2
+    text = said("resume", "RUN", "max_steps=3")
     assert "RUN/rollbacks.jsonl:1: is damaged" in text
     assert next(iter(change)) in text
 
 
 # -------------------------------------------------------------------------------------------------------- several ranks
 
-DAMAGES: dict[str, tuple[Callable[[], None], str]] = {
-    # of the last rows, which rank 1 alone reads
-    "weights": (lambda: void(STEP_2, name="lm_head.weight", place=-1), f"{STEP_2}: is damaged: lm_head.weight"),
-    "a state": (
-        lambda: put(STEP_2 / "state-rank-00001.json", ("rng", "python"), "x"), f"{STEP_2}/state-rank-00001.json: the",
-    ),
-    "everybody's": (lambda: put(STEP_2 / "state.json", ("data", "sample"), -4), f"{STEP_2}/state.json: is damaged"),
-}  # fmt: skip
+DAMAGES: list[tuple[Callable[[], None], str]] = [
+    # of the last rows, which rank 1 alone reads; of a state of its own; and of everybody's
+    (lambda: void(STEP_2, name="lm_head.weight", place=-1), f"{STEP_2}: is damaged: lm_head.weight"),
+    (lambda: put(STEP_2 / "state-rank-00001.json", ("rng", "python"), "x"), f"{STEP_2}/state-rank-00001.json: the"),
+    (lambda: put(STEP_2 / "state.json", ("data", "sample"), -4), f"{STEP_2}/state.json: is damaged"),
+]
 
 
-def test_one_rank_of_two_tells_and_none_waits(tmp_path: Path) -> None:
-    words = [*SMALL, "trainer=fsdp2", "nproc_per_node=2", "output_dir=RUN"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(tmp_path)
-        with Process("train", *words, "max_steps=2") as job:
-            assert job.finish() == 0, job.output
-        shutil.copytree("RUN", "WHOLE")
-        for make, told in DAMAGES.values():
-            shutil.rmtree("RUN")
-            shutil.copytree("WHOLE", "RUN")
-            make()
-            with Process("resume", "RUN", "max_steps=3", "verify_checkpoint=none") as job:
-                assert job.finish() == 2, job.output
-            text = job.output.replace(f"{tmp_path}/", "")
-            assert "Traceback" not in text
-            assert text.count("error: ") == 1, text
-            assert told in text
+def test_one_rank_of_two_tells_and_none_waits() -> None:
+    words = [*SMALL, "trainer=fsdp2", "nproc_per_node=2", "output_dir=WHOLE"]
+    with Process("train", *words, "max_steps=2") as job:
+        assert job.finish() == 0, job.output
+    for make, told in DAMAGES:
+        shutil.rmtree("RUN")
+        shutil.copytree("WHOLE", "RUN")
+        make()
+        with Process("resume", "RUN", "max_steps=3", "verify_checkpoint=none") as job:
+            assert job.finish() == 2, job.output
+        text = job.output.replace(f"{Path.cwd()}/", "")
+        assert "Traceback" not in text
+        assert text.count("error: ") == 1, text
+        assert told in text

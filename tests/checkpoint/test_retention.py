@@ -13,7 +13,7 @@ import pytest
 import saving
 from program import modules_after
 
-from forgather_cli.checkpoint.load import Reader, best_valid, newest_valid
+from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.manifest import BestBy
 from forgather_cli.checkpoint.retention import (
     CheckpointInfo,
@@ -59,8 +59,7 @@ def test_only_healthy_ones_with_a_finite_metric_are_best_and_the_earliest_of_equ
 
 
 def test_the_newest_healthy_one_stays_behind_unhealthy_ones() -> None:
-    found = [info(1), info(2), info(3, healthy=False), info(4, healthy=False), info(5, healthy=False)]
-    assert kept(found, num_best=0) == [2, 4, 5]
+    assert kept([info(step, healthy=step < 3) for step in range(1, 6)], num_best=0) == [2, 4, 5]
 
 
 def test_damaged_ones_do_not_count_and_foreign_ones_stay() -> None:
@@ -70,29 +69,22 @@ def test_damaged_ones_do_not_count_and_foreign_ones_stay() -> None:
     assert kept(found, limit=2) == [1, 2, 4]
 
 
-def test_saving_thins_out(tmp_path: Path) -> None:
-    saver = saving.checkpointer(tmp_path, save_total_limit=2, preserve_n_best=1)
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"save_total_limit": 2, "preserve_n_best": 1}, [2, 4, 5]),
+        ({"save_total_limit": 1, "preserve_n_best": 0, "async_save": True}, [5]),
+        ({"save_total_limit": 1, "preserve_n_best": 0, "load_best_model_at_end": True,
+          "metric_for_best_model": "loss"}, [2, 5]),
+    ],
+)  # fmt: skip
+def test_saving_thins_out(settings: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
+    saver = saving.checkpointer(tmp_path, **settings)
     for step, loss in enumerate([3.0, 1.0, 2.0, 2.5, 2.2], start=1):
         saving.save(saver, step, metrics={"eval_loss": loss})
-    assert saver.run.checkpoint_steps() == [2, 4, 5]
-    assert saving.debris(saver.run) == []
-
-
-def test_save_total_limit_1_without_metrics_keeps_the_newest(tmp_path: Path) -> None:
-    saver = saving.checkpointer(tmp_path, save_total_limit=1, async_save=True)
-    for step in (1, 2, 3, 4):
-        saving.save(saver, step)
     saver.close()
-    assert saver.run.checkpoint_steps() == [4]
-
-
-def test_load_best_model_at_end_keeps_the_best_without_preserve_n_best(tmp_path: Path) -> None:
-    saver = saving.checkpointer(
-        tmp_path, save_total_limit=1, preserve_n_best=0, load_best_model_at_end=True, metric_for_best_model="loss"
-    )
-    for step, loss in enumerate([3.0, 1.0, 2.0, 2.5], start=1):
-        saving.save(saver, step, metrics={"eval_loss": loss})
-    assert saver.run.checkpoint_steps() == [2, 4]
+    assert saver.run.checkpoint_steps() == steps
+    assert saving.debris(saver.run) == []
 
 
 def test_the_checkpoint_just_published_stays_behind_later_steps_of_an_abandoned_branch(tmp_path: Path) -> None:
@@ -100,14 +92,6 @@ def test_the_checkpoint_just_published_stays_behind_later_steps_of_an_abandoned_
     saver = saving.checkpointer(tmp_path, save_total_limit=2)
     saving.save(saver, 3)
     assert saver.run.checkpoint_steps() == [3, 6, 7]
-
-
-def test_a_damaged_newest_one_does_not_cost_the_last_valid_one(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 1, 2)
-    (run.checkpoint(2) / "state.json").unlink()
-    delete_checkpoints(deletable(list_checkpoints(run), limit=1, num_best=0, best_by=BestBy("eval_loss", False)))
-    assert run.checkpoint_steps() == [1]
-    assert newest_valid(run) is not None
 
 
 def test_list_says_what_there_is(tmp_path: Path) -> None:
@@ -120,10 +104,9 @@ def test_list_says_what_there_is(tmp_path: Path) -> None:
     saver.run.checkpoint(9).mkdir()
     found = list_checkpoints(saver.run)
     assert [i.step for i in found] == [1, 2, 3, 4, 9]
-    assert [i.best for i in found] == [False, True, False, False, False]
-    assert [i.final for i in found] == [False, False, False, True, False]
-    assert [i.healthy for i in found] == [True, True, False, True, False]
-    assert [i.problem is None for i in found] == [True, True, False, True, False]
+    assert [i.step for i in found if i.best] == [2]
+    assert [i.step for i in found if i.final] == [4]
+    assert [i.step for i in found if i.healthy] == [i.step for i in found if i.problem is None] == [1, 2, 4]
     assert found[2].problem == "state.json is missing"
     assert "no manifest.json" in (found[4].problem or "")
     assert (found[4].world_size, found[4].rollbacks) == (0, 0)

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from diloco_campaign import Campaign
@@ -25,25 +26,14 @@ def forked(words: list[str], environment: dict[str, str], output: Path) -> Progr
     return program
 
 
-@pytest.fixture(scope="module")
-def campaign(tmp_path_factory: pytest.TempPathFactory) -> Campaign:
-    return Campaign(tmp_path_factory.mktemp("campaign"), [("single", "single")], lying=True, launch=forked)
-
-
-def test_beside_a_liar_the_weights_are_those_without_it_whoever_is_killed(campaign: Campaign) -> None:
-    trial = campaign.trial(int(time.time()))
-    assert not trial.problems, (
-        f"{trial}\nto repeat: scripts/diloco_campaign 1 --lying --layouts single single --seed {trial.seed}"
-    )
-
-
-def test_whoever_plays_with_what_may_count_throws_nobody_out_in_async_mode(tmp_path: Path) -> None:
-    seed = int(time.time())
-    pairs = [("single", "single")]
-    trial = Campaign(tmp_path, pairs, lying=True, mode="async", launch=forked, seconds=5.0).trial(seed)
-    assert not trial.problems, (
-        f"{trial}\nto repeat: scripts/diloco_campaign 1 --lying --mode async --layouts single single --seed {seed}"
-    )
+@pytest.mark.parametrize("more", [{}, {"mode": "async", "seconds": 5.0}], ids=["sync", "async"])
+def test_a_liar_changes_no_weights_whoever_is_killed_and_throws_nobody_out(
+    tmp_path: Path, more: dict[str, Any]
+) -> None:
+    trial = Campaign(tmp_path, [("single", "single")], lying=True, launch=forked, **more).trial(int(time.time()))
+    mode = f"--mode {more['mode']} " if more else ""
+    repeat = f"scripts/diloco_campaign 1 --lying {mode}--layouts single single --seed {trial.seed}"
+    assert not trial.problems, f"{trial}\nto repeat: {repeat}"
 
 
 def test_nobody_who_is_honest_is_rejected(tmp_path: Path) -> None:

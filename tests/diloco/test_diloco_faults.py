@@ -157,9 +157,7 @@ def test_tls_void_changes_a_full_disk_and_a_stop_in_a_round(tmp_path: Path, caps
         assert is_audited(server.run)
 
 
-def test_a_change_that_is_too_large_leaves_no_trace_though_its_worker_is_killed_before_it_is_told(
-    tmp_path: Path,
-) -> None:
+def test_a_change_that_is_too_large_leaves_no_trace_though_its_worker_is_killed_untold(tmp_path: Path) -> None:
     """What its compression has lost is not sent the next time: all ends as with a change that is void."""
     ends = []
     for how in (",value:1000.0", ""):

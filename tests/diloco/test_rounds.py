@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
+from saving import full_disk
 
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco.ledger import Line, Submission, drop_lines, hashes_of, read_ledger, write_line
@@ -39,20 +39,10 @@ def step(rounds: Rounds, now: float) -> Line | None:
     return line
 
 
-def send(
-    rounds: Rounds,
-    name: str,
-    now: float = 0.0,
-    targets: int = 10,
-    rejected: str = "",
-    used: int = 99,
-    leaves: bool = False,
-    norms: tuple[float, ...] = (1.0,),
-) -> None:
+def send(rounds: Rounds, name: str, now: float = 0.0, targets: int = 10, used: int = 99, **more: Any) -> None:
     member = rounds.line.member(name)
-    ranges = merge(first(used, member.ranges))
-    part = f"{name}{member.round}"
-    rounds.submit(Submission(member.slot, name, member.round, (part,), targets, ranges, leaves, rejected, norms), now)
+    told = (member.slot, name, member.round, (f"{name}{member.round}",), targets, merge(first(used, member.ranges)))
+    rounds.submit(Submission(*told, **{"norms": (1.0,), **more}), now)
 
 
 def given(line: Line | None) -> dict[str, Any]:
@@ -175,7 +165,6 @@ def test_an_evicted_worker_is_fenced_and_its_samples_come_back() -> None:
 
 
 def test_who_has_left_is_not_called_evicted_however_long_it_is_silent_nor_who_is_evicted_left() -> None:
-    """And one that comes back begins anew."""
     made = opened(eviction=10.0)
     made.registry.workers["b"].left = True
     made.worker(made.registry.workers["a"].generation, 15.0)
@@ -212,6 +201,10 @@ def test_rejected_and_short_submissions_give_their_samples_back() -> None:
     assert [sent.worker for sent, _ in line.closed.submissions] == ["b"]
     assert line.closed.rejected == (("a", "it is not finite"),)
     assert given(line) == {"a": ((0, 8),), "b": ((14, 16), (16, 22))}, "what is left comes first"
+    join(made, "a", batch=2)
+    send(made, "a", used=0), send(made, "b")
+    line = step(made, 0.0)
+    assert (given(line), line.cursor) == ({"a": ((0, 8),), "b": ((22, 30),)}, 30), "though it is more than it takes"
 
 
 Round = dict[str, float | tuple[float, ...] | None]
@@ -365,10 +358,7 @@ def test_three_rejections_in_a_row_give_a_worker_up_though_silence_never_does(tm
         if rejected is None:
             join(made, "a")
         made.append(made.opening("t"), 0.0)
-        document = made.registry.to_document()
-        made = Rounds(
-            made.settings, initial="i", model=MODEL, ledger=made.lines, registry=Registry.from_document(document)
-        )
+        made = restored(made, tmp_path / "rounds.jsonl")
     assert made.registry.workers["a"].evicted
     assert (made.line.closed.rejected, made.line.closed.evicted) == ((("a", "void"),), ("a",))
     assert [member.worker for member in made.line.members] == ["b"]
@@ -528,16 +518,12 @@ def test_lines_are_on_disk_elsewhere_before_they_are_cut(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_line_that_a_disk_does_not_take_whole_leaves_nothing(tmp_path: Path, before: int) -> None:
-    path, made, limits = tmp_path / "rounds.jsonl", opened(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    path, made = tmp_path / "rounds.jsonl", opened()
     for _ in range(before):
         write_line(path, made.lines[0])
     size = path.stat().st_size if before else 0
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 9, limits[1]))
-    try:
-        with pytest.raises(OSError, match="No space left"):
-            write_line(path, made.lines[0])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_disk(size + 9), pytest.raises(OSError, match="No space left"):
+        write_line(path, made.lines[0])
     assert path.stat().st_size == size
 
 
@@ -592,11 +578,6 @@ def test_with_dylu_the_slower_worker_gets_fewer_steps() -> None:
         join(rounds(), "a", dylu=True)
 
 
-def test_a_server_that_has_lost_rounds_takes_workers_back_if_it_is_told_to() -> None:
-    made = opened(rewind=True)
-    assert made.register("a", "a", batch=4, model=MODEL, now=1.0, round=7, parent="f" * 64)[1] == "rewound"
-
-
 def test_where_a_worker_stands_that_comes_back() -> None:
     made = opened()
     stands: dict[str, Any] = {"batch": 4, "model": MODEL, "now": 1.0, "parent": made.lines[0].hash}
@@ -606,8 +587,10 @@ def test_where_a_worker_stands_that_comes_back() -> None:
     for number in (-1, 1, None):
         with pytest.raises(WireError, match=rf"stands on round {number} .* it has round 0 "):
             made.register("a", "a", **stands, round=number)
+    lost = {**stands, "parent": "f" * 64}
+    assert opened(rewind=True).register("a", "a", **lost, round=7)[1] == "rewound", "as it is told to"
     again = Rounds(made.settings, initial="i", model=MODEL, dropped={"f" * 64})
-    assert again.register("a", "a", **{**stands, "parent": "f" * 64}, round=0, leaves=True)[1] == "rewound"
+    assert again.register("a", "a", **lost, round=0, leaves=True)[1] == "rewound"
     assert again.registry.workers["a"].last_round is None
     made.registry.workers["b"].left = True
     join(made, "b", secret="another"), join(made, "b", secret="another")
@@ -649,46 +632,27 @@ def test_a_fragment_counts_all_that_was_trained_since_its_last_exchange() -> Non
     assert weights(made, a=10, b=30) == [0.25, 0.75]
     assert weights(made, a=50, b=50) == [0.4285714328289032, 0.5714285969734192]
     offered = made.offer(made.registry.workers["a"], 0)
-    assert offered is not None
     assert offered["weights"] == [3, 2], "the rounds that have made each fragment"
     made = opened(num_fragments=2, weighting="equal")
     assert weights(made, a=10, b=30) == [0.5, 0.5]
-    made = rounds(workers=1)
-    join(made, "a")
-    step(made, 0.0)
+    made = opened("a")
     assert (weights(made, a=1), weights(made, a=0)) == ([1.0], [0.0])
 
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_weights_that_begin_at_zero_may_grow(fragments: int) -> None:
     for norm, said in ((20.0, 0), (20.1, 1)):
-        made = rounds(workers=1, num_fragments=fragments)
-        join(made, "a")
-        step(made, 0.0)
+        made = opened("a", num_fragments=fragments)
         send(made, "a", norms=(norm,))
         closed = made.close(0.0, [(0.0, 100)] * fragments)
-        assert closed is not None
-        assert len(closed.rejected) == said
         assert [("of fragment 0" in why) for _, why in closed.rejected] == [fragments > 1] * said
-
-
-def test_samples_that_are_left_may_be_more_than_a_round_takes() -> None:
-    made = opened()
-    join(made, "a", batch=2)
-    send(made, "a", used=0), send(made, "b")
-    line = step(made, 0.0)
-    assert (given(line), line.cursor) == ({"a": ((0, 8),), "b": ((16, 24),)}, 24)
 
 
 def test_in_async_mode_one_round_ends_at_a_time() -> None:
     made = opened(mode="async")
     send(made, "b"), send(made, "a")
     for name in "ba":
-        closed = made.close(0.0, SIZES)
-        assert closed is not None
-        assert [sent.worker for sent, _ in closed.submissions] == [name]
+        assert [sent.worker for sent, _ in made.close(0.0, SIZES).submissions] == [name]
         if name == "b":
-            offered = made.offer(made.registry.workers["a"], -1)
-            assert offered is not None
-            assert offered["round"] == 0, "which goes on meanwhile"
+            assert made.offer(made.registry.workers["a"], -1)["round"] == 0, "which goes on meanwhile"
         made.append(made.opening("t"), 0.0)

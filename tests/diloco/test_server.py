@@ -232,9 +232,8 @@ def test_the_run_is_a_run_like_any_other(story: Story) -> None:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(
-        tmp_path_factory.mktemp("bad") / "run", *TINY, "diloco.compression=bf16", "diloco.workers=1"
-    ) as served:
+    root = tmp_path_factory.mktemp("bad") / "run"
+    with serving(root, *TINY, "diloco.compression=bf16", "diloco.workers=1") as served:
         yield served
 
 
@@ -247,9 +246,7 @@ def worker(served: Served) -> FakeWorker:
     return made
 
 
-def test_a_stranger_opens_nothing_and_another_version_is_told_both(
-    served: Served,
-) -> None:
+def test_a_stranger_opens_nothing_and_another_version_is_told_both(served: Served) -> None:
     assert served.run.diloco_token.stat().st_mode & 0o777 == 0o600
     assert (len(served.client.token), served.client.token in served.said()) == (64, False)
     for path in ("/status", "/parts/0", "/nothing"):

@@ -27,31 +27,24 @@ from forgather_cli.diloco.wire import VERSION_HEADER, WIRE_VERSION
 from forgather_cli.run_dir import RunDir
 
 
-class ModelInASave:
-    """A global model that saves just when a submission is looked at; in async mode newer rounds have opened by then."""
+def test_a_save_deletes_no_part_that_is_being_looked_at(tmp_path: Path) -> None:
+    """A global model saves just when a submission is looked at; in async mode newer rounds have opened by then."""
+    settings, shapes = DilocoServerSettings(mode="async", workers=1), {"w": (3,)}
+    submissions, rounds = Submissions(tmp_path / "sent", shapes, "fp32"), Rounds(settings, initial="i", model=MODEL)
 
-    def __init__(self, root: Path, settings: DilocoServerSettings) -> None:
-        shapes = {"w": (3,)}
-        self.outer, self.sizes = OuterStep(settings, shapes), SIZES
-        self.submissions = Submissions(root, shapes, "fp32")
-
-    def most_targets(self, ranges: Any, stated: int) -> int:
-        self.clean()
+    def save(ranges: Any = (), stated: int = 0) -> int:
+        """In the place of ``most_targets``."""
+        submissions.clean(0, float("inf"), keep=False)
         return 100
 
-    def clean(self) -> None:
-        self.submissions.clean(0, float("inf"), keep=False)
-
-
-def test_a_save_deletes_no_part_that_is_being_looked_at(tmp_path: Path) -> None:
-    settings = DilocoServerSettings(mode="async", workers=1)
-    model, rounds = ModelInASave(tmp_path / "submissions", settings), Rounds(settings, initial="i", model=MODEL)
+    outer = OuterStep(settings, shapes)
+    model = SimpleNamespace(outer=outer, sizes=SIZES, submissions=submissions, most_targets=save)
     generation, _ = rounds.register("a", "a", batch=4, model=MODEL, now=0.0)
     line = rounds.opening("t")
     rounds.append(line, 0.0)
     content = safetensors.torch.save({"w": torch.ones(3)}, {"rows": json.dumps({"w": [0, 3]})})
     part = hashlib.sha256(content).hexdigest()
-    model.submissions.part(part).write_bytes(content)
+    submissions.part(part).write_bytes(content)
     told = {"generation": generation, "round": 0, "hash": line.hash, "parts": [part], "ranges": [], "targets": 1,
             "leaves": False}  # fmt: skip
     sent: list[dict[str, Any]] = []
@@ -68,12 +61,12 @@ def test_a_save_deletes_no_part_that_is_being_looked_at(tmp_path: Path) -> None:
     api = Api(Service(RunDir(tmp_path), settings, cast(GlobalModel, model), rounds), "t")
     asyncio.run(api(scope, receive, send))
     assert json.loads(sent[1]["body"]) == {"status": "counted"}
-    (model.submissions.root / "parts" / ".tmp-b").symlink_to("gone")  # an upload that has just got its name
-    model.clean()
-    assert model.submissions.has(part), "its manifest names it"
-    (model.submissions.root / "round-00000000-slot-0000.json").unlink()
-    model.clean()
-    assert not model.submissions.has(part)
+    (submissions.root / "parts" / ".tmp-b").symlink_to("gone")  # an upload that has just got its name
+    save()
+    assert submissions.has(part), "its manifest names it"
+    (submissions.root / "round-00000000-slot-0000.json").unlink()
+    save()
+    assert not submissions.has(part)
 
 
 def test_each_fragment_of_a_change_has_a_norm_of_its_own(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from diloco.client import Served, serving
@@ -25,15 +26,15 @@ RECIPE = (
 ALL = f"max_steps={ROUNDS * STEPS}"
 
 
-def served(root: Path, *settings: str, workers: int = 2) -> Served:
+def served(root: Path, *settings: str, workers: int = 2, recipe: Sequence[str] = RECIPE) -> Served:
     fixed = ("diloco.compression=fp32", f"diloco.sync_every={STEPS}", f"diloco.workers={workers}")
-    return serving(root / "server", *RECIPE, *fixed, *settings)
+    return serving(root / "server", *recipe, *fixed, *settings)
 
 
-def worker(server: Served, name: str, *settings: str, address: str = "") -> Process:
+def worker(server: Served, name: str, *settings: str, address: str = "", recipe: Sequence[str] = RECIPE) -> Process:
     """A start of this worker, which goes on where its run directory beside the server's is."""
     root = server.run.root.with_name(name)
-    words = ("diloco", "worker", "default", *RECIPE, f"output_dir={root}", f"callbacks.diloco.worker_id={name}",
+    words = ("diloco", "worker", "default", *recipe, f"output_dir={root}", f"callbacks.diloco.worker_id={name}",
              "callbacks.diloco.heartbeat_interval=1", *settings)  # fmt: skip
     resumes = ("resume_from_checkpoint=true",) if (root / "config.yaml").exists() else ()
     address = address or f"127.0.0.1:{server.client.port}"

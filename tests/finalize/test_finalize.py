@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import resource
 import shutil
 from pathlib import Path
 
@@ -12,9 +11,9 @@ import finalized
 import pytest
 import torch
 from finalized import logits, model_directory, refused, theirs, weights
-from program import document, forgather
+from program import document
 from ranks import run_ranks
-from saving import damage, flip
+from saving import damage, flip, full_disk
 from tiny import decoder
 
 from forgather_cli import __version__
@@ -22,7 +21,7 @@ from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.config.schema import Target
 from forgather_cli.data.text.tokenizer import ByteTokenizer
-from forgather_cli.errors import ModelError, ProofError
+from forgather_cli.errors import ProofError
 from forgather_cli.finalize import prove
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.finalize.prove import compare_result, measure_source
@@ -156,9 +155,8 @@ def test_another_architecture() -> None:
     Path("tokens.txt").write_text("<|im_end|>")
     report = finalize(Path("source"), Path("model"), FinalizeOptions(add_tokens=Path("tokens.txt")))
     assert report["model"]["vocab_size"] == 258
-    torch.testing.assert_close(
-        logits(theirs(Path("model")))[..., :257], logits(theirs(Path("source"))), rtol=1e-5, atol=1e-5
-    )
+    found, expected = (logits(theirs(Path(name)))[..., :257] for name in ("model", "source"))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_template_that_refuses_a_plain_conversation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,8 +273,8 @@ def test_malformed_token_files(run: Path, capsys: pytest.CaptureFixture[str]) ->
         Path("tokens").write_bytes(content if isinstance(content, bytes) else content.encode())
         assert message in refused(capsys, str(run), "new", "--add-tokens", "tokens")
     Path("tokens").write_text("[INST]\n[/INST]\n")  # is no JSON
-    assert forgather("finalize", str(run), "new", "--add-tokens", "tokens", "--dry-run", "--json") == 0
-    assert [t["token"] for t in json.loads(capsys.readouterr().out)["added_tokens"]] == ["[INST]", "[/INST]"]
+    report = document(capsys, "finalize", str(run), "new", "--add-tokens", "tokens", "--dry-run")
+    assert [token["token"] for token in report["added_tokens"]] == ["[INST]", "[/INST]"]
 
 
 def test_damaged_sources(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,22 +289,17 @@ def test_damaged_sources(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_full_disk_in_the_middle(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # bytes of one file
-    try:
+    with full_disk(100_000):
         message = refused(capsys, str(run), "deep/er/new")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert re.search(r"cannot be written \(File too large\).*nothing was left behind", message, re.S)
 
 
 def test_beyond_the_bound_there_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     """A model that knows a text by heart forgets some of it in four bits."""
-    source = model_directory(Path("source"))
     text = "The river had risen in the night, and by morning the lower fields lay under water."
     Path("text").write_text(text)
     memorized = finalized.memorize(decoder(vocab_size=257), text)
-    write_model_directory(source, dict(memorized.state_dict()))
+    write_model_directory(model_directory(Path("source")), dict(memorized.state_dict()))
     words = ["--quantize", "int8-dynamic-act-int4-weight", "--text", "text", "--max-divergence", "1.0001"]
     message = refused(capsys, "source", "new", *words, code=1)
     assert "the perplexity is 1." in message
@@ -323,14 +316,13 @@ def test_the_ratio_is_told_so_that_it_is_above_the_bound(ratio: float, shown: st
         prove._judge(proof)
 
 
-def test_numbers_that_fp16_cannot_hold() -> None:
+def test_numbers_that_fp16_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
     source = model_directory(Path("source"))
     changed = weights(source)
     changed["model.norm.weight"][3] = 1e6
     write_model_directory(source, changed)
-    with pytest.raises(ModelError, match=r"--dtype: model.norm.weight holds numbers that fp16 cannot"):
-        finalize(source, Path("new"), FinalizeOptions(dtype="fp16"))
-    assert not Path("new").exists()
+    message = refused(capsys, "source", "new", "--dtype", "fp16")
+    assert "--dtype: model.norm.weight holds numbers that fp16 cannot" in message
 
 
 def test_a_model_of_the_users_own_class_is_not_for_others(capsys: pytest.CaptureFixture[str]) -> None:

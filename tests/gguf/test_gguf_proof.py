@@ -43,6 +43,13 @@ def llama3(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return made(directory, STOP, head_dim=32, num_key_value_heads=1, rope_theta=500000.0, rope_scaling=IN_LLAMA3)
 
 
+def apart(model: Made, file: Path, kind: GgufType, change: Change) -> float:
+    """The log-probability of a wrong file that differs most, by which it is refused."""
+    with pytest.raises(ProofError, match="a log-probability differs by") as found:
+        model.prove(file, kind, change)
+    return float(str(found.value).split("differs by ")[1].split(",")[0])
+
+
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.full if kind in ("f16", "bf16") else ()) for kind in GGUF_TYPES]
 )
@@ -52,10 +59,7 @@ def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_p
     assert proof["max_difference_beside_rounding"] <= (1e-3 if kind == "f32" else 5e-2)
     assert llama3.contents.metadata["tokenizer.ggml.pre"] == "llama-bpe"
     for change in (gguf_files.rope_base, gguf_files.unpaired, gguf_files.shifted):
-        with pytest.raises(ProofError, match="a log-probability differs by") as found:
-            llama3.prove(file, kind, change)
-        apart = float(str(found.value).split("differs by ")[1].split(",")[0])
-        assert apart > 10 * proof["bound"], change.__name__
+        assert apart(llama3, file, kind, change) > 10 * proof["bound"], change.__name__
     exact: dict[Change, str] = {
         gguf_files.other_splitting: "llama.cpp encodes",
         gguf_files.end_left_out: r"does not stop at '<\|turn\|>'",
@@ -65,20 +69,16 @@ def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_p
             llama3.prove(file, kind, change)
 
 
-@pytest.mark.parametrize(
-    ("kind", "key", "value"),
-    [
-        ("f16", "attention.layer_norm_rms_epsilon", 1e-4),
-        ("f16", "rope.freq_base", 510_000.0),
+def test_small_faults_and_rounding_that_drowns_everything(
+    llama3: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: list[tuple[GgufType, str, float]] = [
+        ("f16", "attention.layer_norm_rms_epsilon", 1e-4), ("f16", "rope.freq_base", 510_000.0),
         ("q8_0", "rope.freq_base", 600_000.0),
-    ],
-)
-def test_small_faults(llama3: Made, kind: GgufType, key: str, value: float, tmp_path: Path) -> None:
-    with pytest.raises(ProofError, match=r"differs? by"):
-        llama3.prove(tmp_path / "file.gguf", kind, gguf_files.other_value(key, value))
-
-
-def test_rounding_that_drowns_everything(llama3: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ]  # fmt: skip
+    for kind, key, value in faults:
+        with pytest.raises(ProofError, match=r"differs? by"):
+            llama3.prove(tmp_path / "file.gguf", kind, gguf_files.other_value(key, value))
     monkeypatch.setattr(prove, "MOST_ROUNDING", 1e-3)
     with pytest.raises(ProofError, match="so that nothing can be proved; nothing was written: choose --gguf f32"):
         llama3.prove(tmp_path / "file.gguf", "q8_0")
@@ -127,9 +127,7 @@ def test_families_of_transformers(family: str, tmp_path: Path) -> None:
     # what is beyond is the rounding in llama.cpp's GELU
     assert proof["max_difference_beside_rounding"] < 1e-3
     for change in (gguf_files.shifted, gguf_files.rope_base)[: 1 if family == "gpt2" else 2]:
-        with pytest.raises(ProofError, match="a log-probability differs by") as found:
-            model.prove(tmp_path / "file.gguf", "f32", change)
-        assert float(str(found.value).split("differs by ")[1].split(",")[0]) > 10 * proof["bound"]
+        assert apart(model, tmp_path / "file.gguf", "f32", change) > 10 * proof["bound"]
     model.prove(tmp_path / "file.gguf", "q8_0")
 
 
@@ -197,9 +195,8 @@ def test_merges_that_are_ignored(tmp_path: Path) -> None:
     """llama.cpp does so with some splittings alone; it counts where a token of the vocabulary is made by no merges."""
     byte_level(tmp_path, QWEN2, ignore_merges=True)
     assert find_pre_tokenizer(tmp_path) == "qwen2"
-    edit_tokenizer(
-        tmp_path, lambda document: document["model"]["vocab"].update(zqzq=load_tokenizer(str(tmp_path)).vocab_size)
-    )
+    number = load_tokenizer(str(tmp_path)).vocab_size
+    edit_tokenizer(tmp_path, lambda document: document["model"]["vocab"].update(zqzq=number))
     with pytest.raises(DataError, match="takes 'zqzq', which no merges make, whole"):
         find_pre_tokenizer(tmp_path)
 
@@ -235,17 +232,14 @@ def test_a_large_vocabulary(tmp_path: Path) -> None:
         model.prove(tmp_path / "file.gguf", "q8_0", gguf_files.shifted)
 
 
-def test_no_end_at_all(tmp_path: Path) -> None:
+def test_more_ends_than_there_are_keys_and_none_at_all(tmp_path: Path) -> None:
+    byte_level(tmp_path / "model")
+    with pytest.raises(ForgatherError, match="may end at 4 tokens, and a file has keys for 3"):
+        made(tmp_path / "model", [*STOP, "a", "b"])
     byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(DataError, match="--gguf: no token ends a text; add eos_token"):
         read_vocabulary(tmp_path, load_tokenizer(str(tmp_path)), 403, [])
-
-
-def test_more_ends_than_there_are_keys(tmp_path: Path) -> None:
-    byte_level(tmp_path / "model")
-    with pytest.raises(ForgatherError, match="may end at 4 tokens, and a file has keys for 3"):
-        made(tmp_path / "model", [*STOP, "a", "b"])
 
 
 def test_quantized_as_by_gguf_itself() -> None:
