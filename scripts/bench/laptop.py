@@ -45,7 +45,7 @@ from quality import Job
 ENTRIES = {  # all of the shape of model=tiny
     "ours": "tokenizer=bpe learning_rate=5e-3",
     # transformers' models in its Trainer, on the same tokens (quality.py's _rival)
-    "llama_adamw": "tokenizer=bpe learning_rate=1e-3",
+    "llama_adamw": "tokenizer=bpe learning_rate=2e-3",
     "nanochat_muon": "tokenizer=bpe learning_rate=4e-2",
 }
 FRESH = 11  # seeds from here on choose nothing
