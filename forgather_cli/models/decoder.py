@@ -56,8 +56,9 @@ class Projections(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
         """(B, H, T, D) of queries (B, H, T, D), keys and values (B, K, S, D)."""
         grouped = self.grouped
-        if grouped and mask is not None and q.is_cuda:
-            # with a mask, CUDA's fused kernels do not take grouped heads and SDPA would fall back to the slow path
+        if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
+            # of CUDA's fused kernels only flash attention takes grouped heads, and it takes no mask and no fp32; the
+            # slow path, which keeps T x T scores, would take them (torch 2.11)
             groups = q.shape[1] // k.shape[1]
             k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
         return F.scaled_dot_product_attention(

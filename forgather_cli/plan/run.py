@@ -227,7 +227,7 @@ def _on_meta(
             ranks = memory.sharded(config, trainer, rows, world, activations)
         else:
             ranks = memory.replicated(config, rows, world, activations)
-        return memory.with_save_copies(config, ranks)
+        return memory.as_saved(config, ranks)
 
     return model, rows, stages, memory_of
 

@@ -121,11 +121,17 @@ def test_fsdp2_with_offload_and_without_resharding(tmp_path: Path) -> None:
     assert offloaded.tensors == normal.tensors - offloaded.in_host_memory
 
 
-def test_memory_is_what_tensors_take_and_fragments_between_them(tmp_path: Path) -> None:
+def test_memory_is_what_tensors_take_and_fragments_between_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = plan(tmp_path, 1, "trainer=single", "async_save=false").fullest
     kinds = (made.weights, made.gradients, made.optimizer, made.activations, made.buffers)
     assert made.tensors == sum(kind or 0 for kind in kinds)
     assert 0.1 * made.tensors < made.fragments == made.total - made.tensors < 0.2 * made.tensors
+    monkeypatch.setattr("forgather_cli.plan.memory.uses_gpu", lambda config: True)
+    on_gpu = plan(tmp_path, 1, "trainer=single").fullest
+    assert on_gpu.tensors == made.tensors, "the copy of a save is in host memory"
+    assert 0 < on_gpu.fragments < 0.06 * on_gpu.tensors
 
 
 def test_half_precisions(tmp_path: Path) -> None:
