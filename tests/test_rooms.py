@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from forks import Plain, fork
+from selection import some
 from test_layers import MODULES, ours
 
 from forgather_cli.cli.app import COMMANDS
@@ -78,10 +79,11 @@ def test_nothing_else_imports_it_at_module_level(room: Room) -> None:
             assert not wrong, f"{name} imports {', '.join(sorted(wrong))}"
 
 
-@pytest.mark.parametrize("room", [*ROOMS.values(), ALL], ids=[*ROOMS, "all"])
-def test_the_rest_works_without_it(room: Room, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("forgather_cli", "conf", "recipes"):
-        shutil.copytree(ROOT / name, tmp_path / name)  # with compiled modules, which stay valid
+@pytest.mark.parametrize("name", some([*ROOMS, "all"], "finalize", "adapters", "all"))
+def test_the_rest_works_without_it(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = ROOMS.get(name, ALL)
+    for part in ("forgather_cli", "conf", "recipes"):
+        shutil.copytree(ROOT / part, tmp_path / part)  # with compiled modules, which stay valid
     for path in room.paths:
         assert (tmp_path / path).exists(), path
         shutil.rmtree(tmp_path / path) if (tmp_path / path).is_dir() else (tmp_path / path).unlink()

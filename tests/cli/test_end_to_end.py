@@ -15,6 +15,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from program import Process, forgather, printed, shown
+from selection import some
 from terminal import Terminal
 from tiny import metrics as records
 from tiny import training_curve as curve
@@ -286,9 +287,7 @@ assert len(OPTIMIZERS) < len(CHOICES)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.13's dynamo reads it itself
-@pytest.mark.parametrize(
-    "number", [pytest.param(n, marks=() if n in (1, 5, 7) else pytest.mark.full) for n in range(len(CHOICES))]
-)
+@pytest.mark.parametrize("number", some(range(len(CHOICES)), 1, 5, 7))
 def test_every_option_trains_two_steps(number: int, corpus: list[str]) -> None:
     """Beside each choice an optimizer and a schedule, so that all of them train."""
     choice, data = CHOICES[number], corpus

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gguf_families import FAMILIES, made_by_transformers
 from gguf_files import LLAMA3, QWEN2, STOP, Change, Made, byte_level, edit_tokenizer, made, sentencepiece
+from selection import some
 
 from forgather_cli.config.schema import RopeScaling
 from forgather_cli.data.text.tokenizer import load_tokenizer
@@ -50,9 +51,7 @@ def apart(model: Made, file: Path, kind: GgufType, change: Change) -> float:
     return float(str(found.value).split("differs by ")[1].split(",")[0])
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.full if kind in ("f16", "bf16") else ()) for kind in GGUF_TYPES]
-)
+@pytest.mark.parametrize("kind", some(GGUF_TYPES, *(set(GGUF_TYPES) - {"f16", "bf16"})))
 def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_path: Path) -> None:
     file = tmp_path / "file.gguf"
     proof = llama3.prove(file, kind)
@@ -84,7 +83,7 @@ def test_small_faults_and_rounding_that_drowns_everything(
         llama3.prove(tmp_path / "file.gguf", "q8_0")
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", some(SHAPES, "qwen2-llama3", "qwen3"))
 def test_other_shapes(shape: str, tmp_path: Path) -> None:
     byte_level(tmp_path / "model", QWEN2)
     edit_tokenizer(tmp_path / "model", lambda document: document.update(normalizer={"type": "NFC"}))  # as Qwen's
@@ -115,12 +114,7 @@ def test_transformers_reads_the_same(shape: str, llama3: Made, tmp_path: Path) -
         torch.testing.assert_close(reads(ids).logits, source(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-USED_MOST = ("gemma3_text", "gpt2", "qwen3_moe")
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in USED_MOST else pytest.mark.full) for name in FAMILIES]
-)
+@pytest.mark.parametrize("family", some(FAMILIES, "gemma3_text", "qwen3_moe"))
 def test_families_of_transformers(family: str, tmp_path: Path) -> None:
     model = made_by_transformers(tmp_path / "model", family)
     proof = model.prove(tmp_path / "file.gguf", "f32")

@@ -412,6 +412,7 @@ print(imported, "Optimizer.step#AdamW.step" in ranges, all(map(same, eager, guar
 """
 
 
+@pytest.mark.full
 def test_a_step_imports_no_compiler_and_is_otherwise_torchs():
     words = [sys.executable, "-c", UNCOMPILED]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)

@@ -21,7 +21,7 @@ def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object
 
 @pytest.mark.parametrize(
     "settings",
-    [("diloco.compression=bf16",),
+    [pytest.param(("diloco.compression=bf16",), marks=pytest.mark.full),
      ("diloco.compression=int4", "diloco.compression_down=int8", "diloco.sync_every=4", "diloco.num_fragments=2")],
     ids=["whole", "fragments"],
 )  # fmt: skip

@@ -12,6 +12,7 @@ import tiny
 import torch
 import torch.nn.functional as F
 from parity import LAYOUTS, Result, corpus, go_on, scratch, train
+from selection import some
 from torch import Tensor, nn
 
 from forgather_cli import Trainer, TrainingArguments
@@ -146,7 +147,7 @@ def test_strategies_agree_within_what_fp16_rounds(layout: str, loss: str) -> Non
     assert {t.dtype for t in found.tensors().values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp2 2", pytest.param("ddp 2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("layout", some(["single", "fsdp2 2", "ddp 2"], "single", "fsdp2 2"))
 def test_resume_goes_on_with_scale_and_counts_bit_by_bit(tmp_path: Path, layout: str) -> None:
     batch = ONE if layout == "single" else TWO
     expected = whole(layout, *batch, *HIGH, "logging_steps=1")
