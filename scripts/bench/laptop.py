@@ -88,12 +88,15 @@ def _but_rate(words: str) -> str:
 
 
 def steps_in(minutes: float, name: str, words: str, corpus: str, out: Path) -> int:
-    """How many steps fit, by the medians of this processor's paces."""
-    paces = [
-        record["pace"]
-        for record in quality.read(out)
-        if "pace" in record and record["processor"] == quality.processor_name()
-    ]
+    """How many steps fit: as many as its runs have had, else by the medians of this processor's paces."""
+    records = quality.read(out)
+    for job in (quality.job_of(record) for record in records if "job" in record):
+        if (job.recipe, _but_rate(job.words), job.corpus, job.as_long_as) == (
+            name, _but_rate(words), corpus, f"{minutes:g} minutes",
+        ):  # fmt: skip
+            return job.steps
+    processor = quality.processor_name()
+    paces = [record["pace"] for record in records if "pace" in record and record["processor"] == processor]
     own = [found for found in paces if (found["name"], found["words"]) == (name, _but_rate(words))]
     if not own:
         raise SystemExit(f"no pace of {name} on this processor in {out}; measure it first: laptop.py pace '{name}...'")
@@ -132,27 +135,19 @@ def table(arguments: argparse.Namespace) -> None:
             job = quality.job_of(record)
             cell = job.corpus != "stdlib", job.corpus, float(job.as_long_as.split()[0])
             cells[cell][job.recipe, job.words][job.seed] = record
-    rows, claims = [], []
+    rows, claims = [], quality.Claims()
     for (_, corpus, minutes), entries in sorted(cells.items()):
         bits = {key: {seed: _bits(record) for seed, record in runs.items()} for key, runs in entries.items()}
         bases = [runs for (name, _), runs in bits.items() if name == arguments.base]
         for (name, words), found in sorted(bits.items(), key=lambda item: statistics.mean(item[1].values())):
             base = bases[0] if len(bases) == 1 and name != arguments.base else {}
-            pairs = [found[seed] - base[seed] for seed in sorted(found.keys() & base.keys())]
-            difference, claim = "", None
-            if len(pairs) > 1:
-                claim = len(claims)
-                claims.append(quality.paired_t(pairs))
-                difference = f"{statistics.mean(pairs):+.3f} ± {quality.half_interval(pairs):.3f}"
             records = entries[name, words].values()
             steps = statistics.median(record["job"]["steps"] for record in records)
             rows.append(
                 [corpus, f"{minutes:g}", name, words, f"{steps:.0f}", f"{next(iter(records))['parameters'] / 1e6:.2f}",
-                 " ".join(map(str, sorted(found))), f"{statistics.mean(found.values()):.3f}", difference, claim]
+                 " ".join(map(str, sorted(found))), f"{statistics.mean(found.values()):.3f}", *claims.made(found, base)]
             )  # fmt: skip
-    corrected = quality.holm(claims)
-    for row in rows:
-        row[-1] = "" if row[-1] is None else f"{corrected[row[-1]]:.2g}"
+    claims.correct(rows, -1)
     columns = "corpus, minutes, entry, settings, steps, M parameters, seeds, bits per byte, minus base ± 95 %, p (Holm)"
     quality.print_table(columns.split(", "), rows)
 

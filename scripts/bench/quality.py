@@ -39,7 +39,7 @@ import sysconfig
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -444,7 +444,7 @@ def table(arguments: argparse.Namespace) -> None:
             cells[job.size, job.corpus, *budget][job.recipe, job.rate][job.seed] = record
             if processor == timed_on:
                 times[job.size, job.corpus, *budget, job.recipe].append(record["seconds"])
-    rows, claims = [], []
+    rows, claims = [], Claims()
     curves: dict[tuple[str, str], dict[str, list[tuple[float, float, float]]]] = defaultdict(lambda: defaultdict(list))
     for cell in sorted(cells, key=lambda cell: (*_place(*cell[:2]), cell[3:], cell[2])):
         size, corpus, _, as_long_as, _ = cell
@@ -454,19 +454,15 @@ def table(arguments: argparse.Namespace) -> None:
             others, _, _, against = as_long_as.split()
             base = _at_best_rates(cells[size, corpus, int(others), "", ""], arguments.fresh).get(against, {})
         for name, runs in sorted(best.items(), key=lambda item: _mean(item[1])):
-            pairs = [runs[s]["nats_per_byte"] - base[s]["nats_per_byte"] for s in sorted(runs.keys() & base.keys())]
             jobs = [job_of(record) for record in runs.values()]
             fewest, most = min(job.steps for job in jobs), max(job.steps for job in jobs)
             steps = f"{most}" if fewest == most else f"{fewest}-{most}"
             tokens = statistics.mean(record["tokens"] for record in runs.values())
             tried = sorted(rate for each, rate in cells[cell] if each == name)
-            difference, claim = "", None
-            if name != against and pairs:
-                difference = f"{statistics.mean(pairs):+.3f}"
-                if len(pairs) > 1:
-                    claim = len(claims)
-                    claims.append(paired_t(pairs))
-                    difference += f" ± {half_interval(pairs):.3f}"
+            found, theirs = (
+                {seed: record["nats_per_byte"] for seed, record in each.items()}
+                for each in (runs, {} if name == against else base)
+            )
             spread = f"{statistics.stdev(r['nats_per_byte'] for r in runs.values()):.3f}" if len(runs) > 1 else ""
             error = statistics.mean(record["standard_error"] for record in runs.values())
             seconds = statistics.median(times[*cell, name]) if times[*cell, name] else math.nan
@@ -474,13 +470,11 @@ def table(arguments: argparse.Namespace) -> None:
                 [size, corpus, f"{steps}, as long as {as_long_as}" if as_long_as else steps, name, f"{jobs[0].rate:g}",
                  " ".join(f"{rate:g}" for rate in tried),
                  " ".join(map(str, sorted(runs))), f"{_mean(runs):.3f}", spread, f"{error:.3f}", against,
-                 difference, claim, f"{seconds:.0f}".replace("nan", "")]
+                 *claims.made(found, theirs), f"{seconds:.0f}".replace("nan", "")]
             )  # fmt: skip
             if name == arguments.base or not as_long_as:
                 curves[size, corpus][name].append((tokens, _mean(runs), seconds))
-    corrected = holm(claims)
-    for row in rows:
-        row[12] = "" if row[12] is None else f"{corrected[row[12]]:.2g}"
+    claims.correct(rows, 12)
     names = "size, corpus, steps, recipe, rate, rates tried, seeds, nats per byte, spread, error over documents"
     print_table(f"{names}, minus, difference ± 95 %, p (Holm), s of one core".split(", "), rows)
     reached = []
@@ -542,6 +536,27 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _mean(runs: dict[int, dict[str, Any]]) -> float:
     return statistics.mean(record["nats_per_byte"] for record in runs.values())
+
+
+class Claims:
+    """Pairs of entries that one table compares by runs with equal seeds: Student's t-test, Holm's correction."""
+
+    def __init__(self) -> None:
+        self._values: list[float] = []
+
+    def made(self, found: Mapping[int, float], base: Mapping[int, float]) -> tuple[str, int | None]:
+        """By seeds: the mean difference, with its 95 % interval if there are two; and the claim, for ``correct``."""
+        pairs = [found[seed] - base[seed] for seed in sorted(found.keys() & base.keys())]
+        if len(pairs) < 2:
+            return "".join(f"{each:+.3f}" for each in pairs), None
+        self._values.append(paired_t(pairs))
+        return f"{statistics.mean(pairs):+.3f} ± {half_interval(pairs):.3f}", len(self._values) - 1
+
+    def correct(self, rows: Sequence[list[Any]], column: int) -> None:
+        """Put the corrected p-values of all claims in place of the claims."""
+        corrected = holm(self._values)
+        for row in rows:
+            row[column] = "" if row[column] is None else f"{corrected[row[column]]:.2g}"
 
 
 def paired_t(differences: Sequence[float]) -> float:
