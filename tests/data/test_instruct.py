@@ -26,7 +26,6 @@ from forgather_cli.labels import LENGTHS
 from forgather_cli.loss import model_kwargs
 
 WITHOUT_BLOCKS = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-TALK = conversation(2)
 NONE = -100
 
 
