@@ -62,8 +62,7 @@ def test_seek_needs_no_walk_through_the_data() -> None:
 @pytest.mark.parametrize("length", [1, 3, 7, 4096, 10_001])
 def test_samples_of_like_length_come_together(length: int) -> None:
     lengths = np.random.default_rng(0).integers(1, 500, length)
-    order = LengthGroupedOrder(lengths, 7, 3)
-    whole = order[0:length]
+    whole = LengthGroupedOrder(lengths, 7, 3)[0:length]
     assert sorted(whole) == list(range(length))
     assert LengthGroupedOrder(lengths, 7, 3)[2:900] == whole[2:900]
     assert lengths[whole[0]] == lengths.max()

@@ -63,8 +63,7 @@ def test_isolated_concat_and_that_it_travels_as_paths(split: TokenSplit) -> None
 
 
 def test_isolation_agrees_with_a_slow_way(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    borders = np.unique(np.append(rng.integers(1, 500, 60), [0, 500]))
+    borders = np.unique(np.append(np.random.default_rng(0).integers(1, 500, 60), [0, 500]))
     document_of = np.searchsorted(borders, np.arange(500), "right")
     tokens = Tokens([array_file(tmp_path / "t.bin", list(range(500)), "uint16")])
     documents = array_file(tmp_path / "d.bin", borders.tolist(), "int64")
@@ -104,8 +103,7 @@ def test_best_fit_fills_rows_with_and_without_isolation(tmp_path: Path, split: T
 
 
 def test_pieces_cover_every_token_once() -> None:
-    borders = np.array([0, 1, 6, 16, 40, 41, 43])
-    starts, lengths = pieces_of(borders, 5)
+    starts, lengths = pieces_of(np.array([0, 1, 6, 16, 40, 41, 43]), 5)
     covered = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
     assert lengths.max() == 5
     assert sorted(covered) == sorted(set(range(43)) - {0, 40})  # but single tokens
