@@ -106,14 +106,24 @@ def may_have_workers() -> None:
         multiprocessing.set_start_method("fork", force=True)
 
 
-def steps_of(data: DataSplits, state: Any = None, **options: Any) -> list[tuple[Any, Any]]:
-    """(micro-batches as lists, position) of each of this rank's steps; ``state``: one for all ranks, or by rank."""
-    may_have_workers()
-    rank, size = rank_and_size()
-    given = {"global_batch_size": 4, "micro_batch_size": 2, "seed": 1, **options}
-    loader = TrainLoader(data.train, rank=rank, size=size, data_ranks=new_data_ranks(), **given)
+def train_loader(
+    dataset: Any, state: Any = None, size: int | None = None, data_rank: int | None = None, **kwargs: Any
+) -> TrainLoader:
+    """Of a rank, at a position or one by rank; ``size`` 1: all ranks read the same."""
+    rank, world = rank_and_size()
+    size = world if size is None else size
+    data_rank = rank % size if data_rank is None else data_rank
+    options = {"global_batch_size": 6, "micro_batch_size": 2, "seed": 1, "drop_last": False} | kwargs
+    loader = TrainLoader(dataset, rank=data_rank, size=size, data_ranks=new_data_ranks(data_rank), **options)
     if state is not None:
         loader.load_state_dict(state[rank] if isinstance(state, list) else state)
+    return loader
+
+
+def steps_of(data: DataSplits, state: Any = None, **options: Any) -> list[tuple[Any, Any]]:
+    """(micro-batches as lists, position) of each of this rank's steps."""
+    may_have_workers()
+    loader = train_loader(data.train, state, **{"global_batch_size": 4, "drop_last": True, **options})
     found = []
     for step in islice(loader, 99):
         batches = [{name: value.tolist() for name, value in batch.items()} for batch in step.microbatches]

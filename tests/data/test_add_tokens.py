@@ -130,8 +130,7 @@ def test_a_class_of_transformers_grows_alike(place: Path, runs: dict[str, Result
 def test_spare_rows_are_taken_first_and_other_tensors_left_alone(kind: str, tmp_path: Path) -> None:
     """Of a padded vocabulary as large as another tensor has rows."""
     tokens = poor_model(tmp_path, spare=6)
-    size = tokens + 6
-    poor_model(tmp_path, spare=6, intermediate_size=size, hidden_size=32)
+    poor_model(tmp_path, spare=6, intermediate_size=tokens + 6, hidden_size=32)
     file = tmp_path / "model.safetensors"
     old = load_file(file)
     old[EMBEDDING][tokens:] = 100.0  # nothing that anybody has trained

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from program import modules_after
 from test_masks import FAMILIES, PLAIN_TALKS, RIGHT
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -118,7 +117,3 @@ def test_a_template_that_took_too_long_is_not_tried_again(monkeypatch: pytest.Mo
         monkeypatch.setattr(sandbox, "RENDERING_SECONDS", seconds)
         with pytest.raises(DataError, match=r"refuses these messages \(it has not come to its end"):
             template.render(TALK)
-
-
-def test_needs_no_torch() -> None:
-    assert "torch" not in modules_after("from forgather_cli.data.chat import template")

@@ -172,8 +172,7 @@ def test_parts_of_a_file_hold_its_documents_in_order(tmp_path: Path) -> None:
         parts = parts_of(path)
         assert len(parts) > 2, path
         assert sum(part.num_bytes for part in parts) <= path.stat().st_size
-        whole = documents(path)
-        assert [text for part in parts for text in documents(path, part)] == whole
+        assert [text for part in parts for text in documents(path, part)] == documents(path)
     assert "".join(documents(tmp_path / "b.txt")) == "é" * 5000
     assert "".join(pieces := documents(tmp_path / "a.txt")) == LINES
     assert all(piece.endswith("\n") for piece in pieces)
@@ -215,10 +214,9 @@ def corpora(folder: Path) -> dict[str, tuple[list[Path], dict[str, Any]]]:
 def test_processes_write_what_one_writes(tmp_path: Path, bpe: str) -> None:
     """And that is what the documents say, split as the rules say."""
     for number, (name, (files, settings)) in enumerate(corpora(tmp_path).items()):
-        several = number < 2  # a start costs half a second
         tokenizer = "bytes" if number else bpe
         results = []
-        for processes in (1, 2) if several else (1,):
+        for processes in (1, 2) if number < 2 else (1,):  # a start costs half a second
             cache = tmp_path / f"{number}-{processes}"
             chosen = option(cache, *files, tokenizer=tokenizer, tokenize_processes=processes, **settings)
             data = load_data(chosen, seed=0)

@@ -181,8 +181,7 @@ def test_killed_builder_leaves_nothing_in_the_way(corpus: Path, cache: str) -> N
     builder.ends()
     assert [name for name in token_dirs(cache) if name.startswith(".tmp-")], "killed in the middle"
     assert cached_token_counts(text(corpus, cache)) is None
-    data = load(text(corpus, cache))
-    assert len(data.train) > 10
+    assert len(load(text(corpus, cache)).train) > 10
     assert len(token_dirs(cache)) == 1
     assert not token_dirs(cache)[0].startswith(".")
 
@@ -192,8 +191,7 @@ def test_two_processes_build_once(corpus: Path, cache: str, mode: str) -> None:
     builders = [Stepwise(build, corpus, cache, mode) for _ in range(2)]
     outputs = [builder.hears_all() for builder in builders]
     assert [output[-1] for output in outputs] == ["built", "built"]
-    whole = [word for output in outputs for word in output]
-    assert whole.count("training") == (mode == "bpe")
+    assert sum(output.count("training") for output in outputs) == (mode == "bpe")
     assert len(token_dirs(cache)) == 1
     if mode == "go":
         assert sorted("building" in output for output in outputs) == [False, True]
@@ -283,14 +281,14 @@ def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> 
     assert cached_token_counts(option) is None
     assert not Path(cache).exists(), "a plan writes nothing"
     data = load(option)
-    counts = cached_token_counts(option)
     expected = {key: data.description[key] for key in ("train_tokens", "eval_tokens", "train_samples", "eval_samples")}
-    assert counts == {"vocab_size": 257, **expected}
+    assert cached_token_counts(option) == {"vocab_size": 257, **expected}
     concat = cached_token_counts(text(corpus, cache))
     assert concat["train_samples"] == len(load(text(corpus, cache)).train)
     code = f"""
 from forgather_cli.config.schema import TextSettings
 from forgather_cli.data.build import cached_token_counts
+from forgather_cli.data.chat import template
 assert cached_token_counts(TextSettings(files=[{str(corpus)!r}], cache_dir={cache!r}, seq_len=32))
 """
     assert not {"torch", "tokenizers"} & modules_after(code)
@@ -317,13 +315,11 @@ def test_bin_and_npy_read_as_one(tmp_path: Path, cache: str) -> None:
 
 
 def test_documents_of_token_files(tmp_path: Path, cache: str) -> None:
-    values = [1, 2, 0, 3, 4, 5, 0, 6, 0, 7, 8, 9]
-    path = write_bin(tmp_path / "a.bin", values * 2)
+    path = write_bin(tmp_path / "a.bin", [1, 2, 0, 3, 4, 5, 0, 6, 0, 7, 8, 9] * 2)
     option = tokens(cache, path, document_separator=0, isolate_documents=True, eval_fraction=0.5)
     data = load(option)
     assert (data.description["train_tokens"], data.description["eval_tokens"]) == (9, 15)  # the border next to the half
-    batch = data.train.__getitems__([0])
-    assert batch["document_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 3]]
+    assert data.train.__getitems__([0])["document_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 3]]
     packed = load(tokens(cache, path, document_separator=0, packing="pad", eval_fraction=0.0))
     assert packed.train.__getitems__([0])["input_ids"].tolist() == [[1, 2, 0, 256, 256, 256, 256, 256]]
     assert cached_token_counts(option) == {
@@ -388,9 +384,8 @@ def test_indexes_of_before_are_used_again(cache: str, tmp_path: Path) -> None:
 def test_bad_token_files(
     tmp_path: Path, cache: str, values: list[int], dtype: str, settings: dict[str, Any], message: str
 ) -> None:
-    path = write_bin(tmp_path / "a.bin", values, dtype)
     with pytest.raises(DataError, match=message):
-        load(tokens(cache, path, **settings))
+        load(tokens(cache, write_bin(tmp_path / "a.bin", values, dtype), **settings))
 
 
 def test_files_that_hold_no_tokens(tmp_path: Path, cache: str) -> None:

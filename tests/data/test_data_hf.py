@@ -1,13 +1,14 @@
-"""``data=hf``: datasets of the ``datasets`` library through the token cache and as streams that go on exactly."""
+"""Datasets of the ``datasets`` library, as texts and as chats: through the token cache and as streams."""
 
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
-from chats import write_chats, write_lines
+from chats import conversation, write_chats, write_lines, write_tokenizer
 from hf_models import train
 from parity import LAYOUTS
 from program import Process
@@ -15,8 +16,9 @@ from ranks import run_ranks
 from streams import all_rows, assert_goes_on_from_anywhere, in_order, rows_of, steps_of, write_dataset
 
 from forgather_cli.config.load import load_config
-from forgather_cli.config.schema import HfSettings, TextSettings
+from forgather_cli.config.schema import HfSettings, InstructSettings, TextSettings
 from forgather_cli.data.build import cached_token_counts, load_data
+from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import ConfigError, DataError
 
@@ -42,7 +44,7 @@ def stream(folder: Path, *files: str, **settings: Any) -> HfSettings:
     return option(folder, *(files or ("a.jsonl", "b.jsonl")), **{"streaming": True, **settings})
 
 
-def load(chosen: HfSettings | TextSettings, seed: int = 1) -> DataSplits:
+def load(chosen: HfSettings | InstructSettings | TextSettings, seed: int = 1) -> DataSplits:
     return load_data(chosen, seed=seed)
 
 
@@ -186,14 +188,19 @@ def test_a_stream_gives_the_samples_of_the_cache(folder: Path, packing: str) -> 
 
 @pytest.mark.parametrize(
     ("source", "settings"),
-    [("files", {"shuffle_buffer": 20}), ("files", {"packing": "best_fit"}), ("saved", {"packing": "pad"})],
-)
+    [
+        ("files", {"shuffle_buffer": 20}), ("files", {"packing": "best_fit"}), ("saved", {"packing": "pad"}),
+        ("chats", {"shuffle_buffer": 20}), ("chats", {"shuffle_buffer": 20, "packing": "pad"}),
+    ],
+)  # fmt: skip
 def test_a_stream_goes_on_exactly_from_anywhere(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, source: str, settings: dict[str, Any]
+    folder: Path, talks: Path, monkeypatch: pytest.MonkeyPatch, source: str, settings: dict[str, Any]
 ) -> None:
     monkeypatch.setattr("forgather_cli.data.text.token_stream._MANY", 7)  # several chunks
     saved = option(folder, dataset=str(folder / "saved"), streaming=True, **settings)
-    assert_goes_on_from_anywhere(lambda: load(saved if source == "saved" else stream(folder, **settings)).train)
+    opened = {"files": lambda: load(stream(folder, **settings)).train, "saved": lambda: load(saved).train,
+              "chats": lambda: stream_chats(talks, **settings).train}  # fmt: skip
+    assert_goes_on_from_anywhere(opened[source])
 
 
 def test_a_buffer_shuffles_by_seed_and_epoch(folder: Path) -> None:
@@ -258,3 +265,114 @@ def test_training_goes_on_to_the_last_bit_in_the_middle_of_a_stream(layout: str,
     rest = train(LAYOUTS[layout], words, tmp_path / "rest", six, resume=True)
     assert len(whole.losses) == 6
     assert (rest.losses, rest.norms) == (whole.losses[3:], whole.norms[3:])
+
+
+CALLS = CHATML.replace(
+    "message['content'] +",
+    "(message['content'] or '') + (message['tool_calls'] | tojson if message['tool_calls'] else '') +",
+)
+
+
+@pytest.fixture(scope="module")
+def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 conversations, some with calls whose arguments have different names (a table's type has all of them), and a
+    tokenizer."""
+    where, found = tmp_path_factory.mktemp("chats"), []
+    for number in range(60):
+        messages: list[dict[str, Any]] = [*conversation(number)]
+        if number % 5 == 0:
+            arguments = {"x": number} if number % 2 else {"word": f"w{number}"}
+            call = {"type": "function", "function": {"name": "move", "arguments": arguments}}
+            messages += [{"role": "user", "content": "Go."}, {"role": "assistant", "tool_calls": [call]}]
+        found.append({"messages": messages, "id": number})
+    write_dataset(where, found, 40)
+    write_tokenizer(where / "tokenizer", CALLS)
+    (where / "calls.jinja").write_text(CALLS)
+    return where
+
+
+def load_chats(folder: Path, **settings: Any) -> DataSplits:
+    base: dict[str, Any] = {"tokenizer": str(folder / "tokenizer"), "cache_dir": str(folder / "cache"), "seq_len": 96}
+    return load(InstructSettings(**{**base, **settings}))
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "pad"])
+def test_chats_have_the_samples_of_files(talks: Path, packing: str) -> None:
+    jsonl, parquet, a, b = (f"{talks}/{name}" for name in ("all.jsonl", "all.parquet", "a.jsonl", "b.jsonl"))
+    places: list[dict[str, Any]] = [{"files": [jsonl]}, {"files": [parquet]}, {"data_files": [jsonl]},
+                                    {"dataset": "json", "data_files": [a, b]}, {"data_files": [parquet]}]  # fmt: skip
+    files, *others, table = (load_chats(talks, packing=packing, eval_fraction=0.2, **place) for place in places)
+    own = load_chats(talks, files=[a], eval_files=[b], packing=packing)
+    saved = load_chats(talks, dataset=f"{talks}/saved", train_split="train", eval_split="validation", packing=packing)
+    for one, other in [(files, each) for each in (*others, table)] + [(own, saved)]:
+        assert all_rows(other.train) == all_rows(one.train)
+        assert all_rows(other.eval) == all_rows(one.eval)
+    assert "null" not in files.tokenizer.decode([i for row in all_rows(table.train) for i in row[-2]])  # type: ignore[union-attr]
+    assert (saved.description["dataset"], saved.description["split"]) == (f"{talks}/saved", "train")
+
+
+def stream_chats(folder: Path, *files: str, **settings: Any) -> DataSplits:
+    names = [str(folder / name) for name in files or ("a.jsonl", "b.jsonl")]
+    return load_chats(folder, **{"data_files": names, "streaming": True, "packing": "concat", **settings})
+
+
+@pytest.mark.parametrize("file", ["all.jsonl", "all.parquet"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"packing": "concat"},
+        {"packing": "concat", "isolate_documents": False, "too_long": "drop", "train_on": "last"},
+        {"packing": "pad"},
+        {"packing": "pad", "too_long": "drop", "tokenizer": "bytes", "chat_template": "calls.jinja", "seq_len": 400},
+    ],
+)
+def test_a_stream_of_chats_gives_the_samples_of_files(
+    talks: Path, monkeypatch: pytest.MonkeyPatch, file: str, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr("forgather_cli.data.text.token_stream._MANY", 7)  # several chunks
+    monkeypatch.chdir(talks)
+    held_out = [str(talks / f"b.{file.split('.')[1]}")] if file == "all.jsonl" else []
+    cached = load_chats(talks, files=[str(talks / file)], eval_files=held_out, eval_fraction=0.0, **settings)
+    streamed = stream_chats(talks, file, eval_files=held_out, **settings)
+    for _ in range(2):
+        assert rows_of(streamed.train) == all_rows(cached.train)
+    if held_out:
+        assert rows_of(streamed.eval) == all_rows(cached.eval)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_bad_rows_of_chats_are_named_or_left_out_and_keys_that_nothing_reads_refused(
+    talks: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: bool
+) -> None:
+    question, turn = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Hi"}
+    write_lines(tmp_path / "c.jsonl", [{"messages": [turn]}, {"messages": []}, {"messages": [turn]}])
+    write_lines(tmp_path / "d.jsonl", [{"messages": [question, turn], "passage": "It was built then."}])
+
+    def samples(name: str, **settings: Any) -> list[Any]:
+        held_out = {} if streaming else {"eval_fraction": 0.0}
+        where = {"data_files": [str(tmp_path / name)], "cache_dir": str(tmp_path), "streaming": streaming}
+        return list(load_chats(talks, packing="pad", **where, **held_out, **settings).train)
+
+    place = r"the stream .*:2" if streaming else r"c\.jsonl \(train\):1"
+    with pytest.raises(DataError, match=rf"{place}: 'messages' must be a list .*on_bad_row=skip"):
+        samples("c.jsonl")
+    assert len(samples("c.jsonl", on_bad_row="skip")) == 2
+    assert ("1 rows of the stream no conversation" in caplog.text) is streaming
+    with pytest.raises(DataError, match=r"'passage' \(in 1 of 1 rows\).*data\.ignore=\[passage\]"):
+        samples("d.jsonl")
+
+
+def test_a_stream_of_chats_tells_of_markers_and_its_fingerprint_what_is_learned(
+    talks: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream_chats(talks, tokenizer="bytes", chat_template=str(talks / "calls.jinja"))
+    assert "data.add_tokens=true" in caplog.text
+    one, other = (stream_chats(talks, train_on=train_on).fingerprint for train_on in ("last", "all"))
+    assert one != other
+
+
+def test_conversations_travel_to_a_data_worker(talks: Path) -> None:
+    dataset = stream_chats(talks).train
+    for documents in (dataset._documents, pickle.loads(pickle.dumps(dataset._documents))):
+        ids, lengths, targets = documents.encoded(list(documents.read(iter([{"messages": conversation(4)}]))))
+        assert len(ids) == len(targets) == lengths.sum() > 20

@@ -27,9 +27,6 @@ from forgather_cli.errors import CallbackError, DataError
 
 TRAIN = ["train", "model=nano", "precision=fp32", "callbacks=minimal", "device=cpu", "max_steps=5", "output_dir=run",
          "save_strategy=no", "eval_strategy=no", "dataloader_num_workers=2"]  # fmt: skip
-ROWS = ["data=synthetic", "seq_len=256", "num_samples=512"]
-
-
 pytestmark = pytest.mark.usefixtures("own_directory")
 
 
@@ -55,8 +52,8 @@ runpy.run_module("forgather_cli", run_name="__main__")
 @pytest.mark.parametrize("size", ["64k", "600k"])  # not one batch; one, and not those that are read ahead
 def test_room_for_batches_is_looked_at_before_the_first_step(size: str) -> None:
     begun = time.monotonic()
-    batch = ["global_batch_size=32", "per_device_train_batch_size=32"]
-    with Process(size, *TRAIN, *ROWS, *batch, code=_IN_A_SMALL_ROOM) as process:
+    rows = ["data=synthetic", "seq_len=256", "num_samples=512", "global_batch_size=32"]
+    with Process(size, *TRAIN, *rows, "per_device_train_batch_size=32", code=_IN_A_SMALL_ROOM) as process:
         assert process.finish() == 2, process.output
     assert time.monotonic() - begun < 60
     assert "Traceback" not in process.output

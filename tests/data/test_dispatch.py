@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
-from streams import groups, may_have_workers, new_data_ranks, rank_and_size
+from streams import groups, may_have_workers, new_data_ranks, rank_and_size, train_loader
 from test_loader import Count, Numbers, StatefulCount, flat, numbers, sample
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -39,8 +39,7 @@ class Sharded(StatefulCount):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for each in super().__iter__():
-            i = int(each["input_ids"][0])
-            yield sample(i * self.size + self.rank)
+            yield sample(int(each["input_ids"][0]) * self.size + self.rank)
 
 
 class WithShards(Count):
@@ -80,20 +79,6 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "stateful dataloader": lambda: ready(58, StatefulDataLoader),
     "generator": lambda: (sample(i) for i in range(59)),
 }
-
-
-def train_loader(
-    dataset: Any, state: Any = None, size: int | None = None, data_rank: int | None = None, **kwargs: Any
-) -> TrainLoader:
-    """Of a rank, at a position or one by rank; ``size`` 1: all ranks read the same."""
-    rank, world = rank_and_size()
-    size = world if size is None else size
-    data_rank = rank % size if data_rank is None else data_rank
-    options = {"global_batch_size": 6, "micro_batch_size": 2, "seed": 1, "drop_last": False} | kwargs
-    loader = TrainLoader(dataset, rank=data_rank, size=size, data_ranks=new_data_ranks(data_rank), **options)
-    if state is not None:
-        loader.load_state_dict(state[rank] if isinstance(state, list) else state)
-    return loader
 
 
 def trained(loader: TrainLoader, steps: int = 1000) -> list[tuple[list[list[int]], dict[str, Any]]]:
@@ -361,8 +346,7 @@ def evaluations(length: int) -> dict[str, list[list[int]]]:
         "sampler": eval_loader(ready(length), dispatch=False),
     }
     found = {name: evaluated(loader) for name, loader in splits.items()}
-    again = {name: evaluated(loader) for name, loader in splits.items()}
-    assert found == again, "a second pass"
+    assert found == {name: evaluated(loader) for name, loader in splits.items()}, "a second pass"
     limits = {
         "map limited": eval_loader(Numbers(length), max_samples=length - 2),
         "dispatched limited": eval_loader(Count(length), max_samples=length - 2),

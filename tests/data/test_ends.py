@@ -1,5 +1,4 @@
-"""Fine-tuning on chats as a user does it, with a job that is killed; and the tokens that end a text, of which a
-checkpoint names those that finalize writes."""
+"""Fine-tuning on chats as a user does it, with a job that is killed; and the tokens that end a text."""
 
 from __future__ import annotations
 
@@ -26,7 +25,6 @@ from forgather_cli.run_dir import RunDir
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]  # the last is the tokenizer's own end
 NAMED = {"turn": 1, "text": 2}
 
 
@@ -36,7 +34,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     third token that ends texts."""
     root = tmp_path_factory.mktemp("ends")
     chats.write_chats(root / "chats.jsonl", 20)
-    tokenizer = chats.write_tokenizer(root / "tokenizer", CHATML, SPECIAL)
+    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]  # the last is the tokenizer's own end
+    tokenizer = chats.write_tokenizer(root / "tokenizer", CHATML, special)
     chats.write_model(root / "theirs", "gpt2", len(tokenizer), n_embd=32, n_head=2, n_layer=2, n_positions=512,
                       bos_token_id=0, eos_token_id=7)  # fmt: skip
     tokenizer.save_pretrained(root / "theirs")
@@ -54,28 +53,24 @@ def ends(directory: Path) -> Any:
     return json.loads((directory / "generation_config.json").read_text())["eos_token_id"]
 
 
-@pytest.mark.parametrize("trainer", ["single", "pipeline"])
-def test_a_checkpoint_names_the_end_tokens_that_finalize_writes(trainer: str, place: Path, tmp_path: Path) -> None:
-    words = ["model=nano", f"trainer={trainer}", f"data.files=[{place}/chats.jsonl]", f"data.cache_dir={place}/cache",
-             f"data.tokenizer={place}/tokenizer"]  # fmt: skip
-    model = RunDir(tmp_path / "run").checkpoint(2) / "model"
+@pytest.mark.parametrize(("model", "trainer"), [("nano", "single"), ("nano", "pipeline"), ("transformers", "single")])
+def test_a_checkpoint_names_the_end_tokens_that_finalize_writes(
+    model: str, trainer: str, place: Path, tmp_path: Path
+) -> None:
+    """Also those of a class of transformers that has ends of its own."""
+    own = f"data.tokenizer={place}/tokenizer" if model == "nano" else f"model.path={place}/theirs"
+    words = [f"model={model}", own, f"trainer={trainer}", f"data.files=[{place}/chats.jsonl]"]
     if trainer == "pipeline":
         run_ranks(2, trained, tmp_path / "run", words)
-        assert ends(model) == [NAMED["text"], NAMED["turn"]]
     else:
         trained(tmp_path / "run", words)
-        theirs = transformers.AutoModelForCausalLM.from_pretrained(model)
-        assert theirs.generation_config.eos_token_id == ends(model) == [NAMED["text"], NAMED["turn"]]
-        assert forgather("finalize", str(model.parent), str(tmp_path / "final")) == 0
-        assert ends(tmp_path / "final") == ends(model)
-
-
-def test_of_a_class_of_transformers_with_ends_of_its_own(place: Path, tmp_path: Path) -> None:
-    trained(tmp_path / "run", ["model=transformers", f"model.path={place}/theirs", "trainer=single",
-                               f"data.files=[{place}/chats.jsonl]", f"data.cache_dir={place}/cache"])  # fmt: skip
-    model = RunDir(tmp_path / "run").checkpoint(2) / "model"
-    assert forgather("finalize", str(model.parent), str(tmp_path / "final")) == 0
-    assert ends(tmp_path / "final") == ends(model) == [NAMED["text"], 7, NAMED["turn"]]
+    made = RunDir(tmp_path / "run").checkpoint(2) / "model"
+    assert ends(made) == [NAMED["text"], *([] if model == "nano" else [7]), NAMED["turn"]]
+    if trainer == "single":
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(made)
+        assert theirs.generation_config.eos_token_id == ends(made)
+        assert forgather("finalize", str(made.parent), str(tmp_path / "final")) == 0
+        assert ends(tmp_path / "final") == ends(made)
 
 
 def test_a_tokenizer_of_transformers_tells_the_same(place: Path) -> None:
@@ -107,9 +102,8 @@ def test_killed_resumed_and_finalized_as_a_user_does_it(tmp_path: Path) -> None:
     first = next(record["loss"] for record in metrics(run) if "loss" in record)
     last = [record["eval_loss"] for record in metrics(run) if "eval_loss" in record][-1]
     assert last < 0.8 * first, "it has learned"
-    newest = RunDir(run).checkpoint(12)
-    weights = (newest / "model" / "model.safetensors").read_bytes()
-    assert weights == (RunDir(alone).checkpoint(12) / "model" / "model.safetensors").read_bytes()
+    weights = [RunDir(each).checkpoint(12) / "model" / "model.safetensors" for each in (run, alone)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     assert json.loads((run / "exit.json").read_text())["code"] == 0
     # transformers loads what finalize wrote, and gives the checkpoint's logits
     assert forgather("finalize", str(run), str(dest)) == 0

@@ -26,7 +26,6 @@ from forgather_cli.labels import LENGTHS
 from forgather_cli.loss import model_kwargs
 
 WITHOUT_BLOCKS = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
-TALK = conversation(2)
 NONE = -100
 
 
@@ -125,12 +124,11 @@ def test_loss_of_packed_rows_is_that_of_transformers_on_each_conversation(
     theirs = chats.write_model(tmp_path / "model", "llama", tokenizer.vocab_size, rope_parameters=scaling)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "model" / name).write_bytes((directory / name).read_bytes())
-    ours = load_source(tmp_path / "model", device="cpu").model
     data = load(corpus, directory, seq_len=256)
     batch = data.train.__getitems__(list(range(len(data.train))))
     labels = batch.pop("labels")
     with torch.no_grad():
-        logits = ours(**model_kwargs(batch))
+        logits = load_source(tmp_path / "model", device="cpu").model(**model_kwargs(batch))
         packed = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         sums, count = 0.0, 0
         for number in range(30):

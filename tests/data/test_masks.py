@@ -1,5 +1,4 @@
-"""What of a conversation is learned: templates in the manner of many families, with spans by hand; generation blocks
-that are written elsewhere; the last turn; turns that are context alone."""
+"""What of a conversation is learned, by templates of many families and blocks anywhere; turns that are context."""
 
 from __future__ import annotations
 
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 from chats import write_lines, write_table
 from streams import shown
+from test_records import load
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from forgather_cli.config.schema import InstructSettings
-from forgather_cli.data.build import load_data
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
+from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import DataError
 
 TOKENS = {"bos_token": "<b>", "eos_token": "</s>"}
@@ -159,14 +158,11 @@ def by_hand() -> dict[tuple[str, str], str]:
     return found
 
 
-def marked(text: str, spans: list[tuple[int, int]]) -> str:
+def learned(source: str, talk: list[dict[str, Any]], **more: Any) -> str:
+    text, spans = ChatTemplate(source, TOKENS).render_spans(talk, **more)
     for start, end in reversed(spans):
         text = f"{text[:start]}⟦{text[start:end]}⟧{text[end:]}"
     return text
-
-
-def learned(source: str, talk: list[dict[str, Any]], **more: Any) -> str:
-    return marked(*ChatTemplate(source, TOKENS).render_spans(talk, **more))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -314,17 +310,18 @@ def test_what_is_found_nowhere_is_refused_with_both_texts(tmp_path: Path) -> Non
     shouted = blocks("{% filter upper %}" + HEADED + "{% endfilter %}{{ '\n' }}")
     with pytest.raises(DataError) as caught:
         made(tmp_path, [user("a"), assistant("b")], shouted)
-    for part in (f"{tmp_path}/own.jinja", "message 2", "'b<e>'", "'<S>A'", "data.chat_template"):
+    for part in (f"{tmp_path}/template.jinja", "message 2", "'b<e>'", "'<S>A'", "data.chat_template"):
         assert part in str(caught.value)
 
 
 def made(tmp_path: Path, messages: list[dict[str, Any]], template: str = CHATML, **settings: Any) -> str:
     """The text of a conversation of a file, with what is learned in marks."""
-    (tmp_path / "own.jinja").write_text(template)
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": messages}])
-    option: dict[str, Any] = {"chat_template": str(tmp_path / "own.jinja"), "seq_len": 512, "packing": "pad"}
-    option |= {"files": [str(path)], "eval_fraction": 0.0, "cache_dir": str(tmp_path / "cache"), **settings}
-    [text] = shown(load_data(InstructSettings(**option), seed=0), "⟦⟧")
+    return in_marks(load(path, template, **settings))
+
+
+def in_marks(data: DataSplits) -> str:
+    [text] = shown(data, "⟦⟧")
     text = text.replace("<⟦|", "⟦<|")  # nothing predicts the first token
     return text.replace("<|im_start|>", "<s>").replace("<|im_end|>", "<e>")
 
@@ -387,9 +384,8 @@ def test_spellings_of_marks(tmp_path: Path, key: str, off: Any) -> None:
 def test_marks_of_sharegpt_and_of_tables(tmp_path: Path) -> None:
     turns = [("human", "a", None), ("gpt", "b", 0), ("human", "c", None), ("gpt", "d", None)]
     talk = [{"from": role, "value": text, **({} if mark is None else {"weight": mark})} for role, text, mark in turns]
-    write_table(tmp_path / "chats.parquet", [{"conversations": talk}])
-    found = made(tmp_path, talk)
-    assert found == made(tmp_path, talk, files=[str(tmp_path / "chats.parquet")])
+    found = in_marks(load(write_table(tmp_path / "chats.parquet", [{"conversations": talk}]), CHATML))
+    assert found == made(tmp_path, talk)
     assert found.endswith("\nb<e>\n<s>user\nc<e>\n<s>assistant\n⟦d<e>⟧\n")
 
 
@@ -434,9 +430,6 @@ def test_keys_that_may_be_marks_are_refused_unless_the_template_reads_them(tmp_p
 
 def test_conversations_without_a_turn_to_learn_are_left_out_and_counted(tmp_path: Path) -> None:
     records = [{"messages": [user("a"), assistant("b", weight=number % 2)]} for number in range(6)]
-    path = write_lines(tmp_path / "chats.jsonl", records)
-    option = InstructSettings(files=[str(path)], chat_template="chatml", seq_len=64, eval_fraction=0.0,
-                              cache_dir=str(tmp_path), packing="pad")  # fmt: skip
-    data = load_data(option, seed=0)
+    data = load(write_lines(tmp_path / "chats.jsonl", records), CHATML)
     assert len(data.train) == 3
     assert "3 without a target" in data.description["left_out"]

@@ -34,42 +34,36 @@ def rows(batch: dict[str, torch.Tensor], key: str = "input_ids") -> list[list[in
     return batch[key].tolist()
 
 
-def test_concat_leaves_a_partial_sample_out(split: TokenSplit) -> None:
-    data = ConcatDataset(split.tokens, 4, PAD, keep_tail=False)
-    batch = data.__getitems__([2, 0])
-    assert len(data) == 3
+def test_concat_leaves_a_partial_sample_out_or_pads_it_and_gives_single_samples(split: TokenSplit) -> None:
+    cut, data = (ConcatDataset(split.tokens, 4, PAD, keep_tail=keep) for keep in (False, True))
+    batch = cut.__getitems__([2, 0])
+    assert (len(cut), len(data), len(list(iter(data)))) == (3, 4, 4)
     assert rows(batch) == rows(batch, "labels") == [[8, 9, 10, 11], [0, 1, 2, 3]]
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert set(batch) == {"input_ids", "labels"}
     batch["labels"][0, 0] = NONE
     assert batch["input_ids"][0, 0] == 8, "labels are a copy"
-
-
-def test_concat_pads_the_tail_of_evaluation_and_gives_single_samples(split: TokenSplit) -> None:
-    data = ConcatDataset(split.tokens, 4, PAD, keep_tail=True)
-    assert len(data) == 4
     batch = data.__getitems__([3, 1])
     assert rows(batch) == [[12, PAD, PAD, PAD], [4, 5, 6, 7]]
     assert rows(batch, "labels") == [[12, NONE, NONE, NONE], [4, 5, 6, 7]]
     assert data[1]["input_ids"].tolist() == [4, 5, 6, 7]
-    assert len(list(iter(data))) == 4
     with pytest.raises(IndexError):
         data[4]
 
 
-def test_isolated_concat(split: TokenSplit) -> None:
+def test_isolated_concat_and_that_it_travels_as_paths(split: TokenSplit) -> None:
     data = ConcatDataset(split.tokens, 5, PAD, keep_tail=True, documents=split.documents)
     batch = data.__getitems__([0, 1, 2])
     assert rows(batch) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [10, 11, 12, PAD, PAD]]
     assert rows(batch, "labels") == [[NONE, 1, 2, NONE, 4], [5, 6, 7, NONE, NONE], [10, 11, 12, NONE, NONE]]
-    ids = rows(batch, "document_ids")
-    assert ids == [[1, 1, 1, 2, 2], [0, 0, 0, 1, 2], [0, 0, 0, 1, 1]]
+    assert rows(batch, "document_ids") == [[1, 1, 1, 2, 2], [0, 0, 0, 1, 2], [0, 0, 0, 1, 1]]
     assert batch["document_ids"].dtype == torch.int32
+    assert len(sent := pickle.dumps(data)) < 2000
+    assert rows(pickle.loads(sent).__getitems__([2])) == rows(batch)[2:]
 
 
 def test_isolation_agrees_with_a_slow_way(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    borders = np.unique(np.append(rng.integers(1, 500, 60), [0, 500]))
+    borders = np.unique(np.append(np.random.default_rng(0).integers(1, 500, 60), [0, 500]))
     document_of = np.searchsorted(borders, np.arange(500), "right")
     tokens = Tokens([array_file(tmp_path / "t.bin", list(range(500)), "uint16")])
     documents = array_file(tmp_path / "d.bin", borders.tolist(), "int64")
@@ -109,8 +103,7 @@ def test_best_fit_fills_rows_with_and_without_isolation(tmp_path: Path, split: T
 
 
 def test_pieces_cover_every_token_once() -> None:
-    borders = np.array([0, 1, 6, 16, 40, 41, 43])
-    starts, lengths = pieces_of(borders, 5)
+    starts, lengths = pieces_of(np.array([0, 1, 6, 16, 40, 41, 43]), 5)
     covered = np.concatenate([np.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)])
     assert lengths.max() == 5
     assert sorted(covered) == sorted(set(range(43)) - {0, 40})  # but single tokens
@@ -162,11 +155,3 @@ def test_several_files_read_as_one(tmp_path: Path) -> None:
     assert out.tolist() == list(range(7, 27))
     tokens.read(7, out[:3])
     assert out[:3].tolist() == [10, 11, 12]
-
-
-def test_datasets_travel_as_paths(split: TokenSplit) -> None:
-    data = ConcatDataset(split.tokens, 4, PAD, keep_tail=True, documents=split.documents)
-    data.__getitems__([0])
-    again = pickle.loads(pickle.dumps(data))
-    assert len(pickle.dumps(data)) < 2000
-    assert rows(again.__getitems__([3])) == rows(data.__getitems__([3]))

@@ -44,15 +44,11 @@ PLAIN = re.sub(r"\{%- if tools .*\n|\{%- if message\.reasoning.*\n", "", TEMPLAT
 END = "<|endoftext|>"
 
 
-def option(path: Path, template: str = TEMPLATE, **settings: Any) -> InstructSettings:
+def load(path: Path, template: str = TEMPLATE, **settings: Any) -> DataSplits:
     (path.parent / "template.jinja").write_text(template)
     defaults: dict[str, Any] = {"seq_len": 400, "eval_fraction": 0.0, "packing": "pad", "tokenizer": "bytes"}
     own = {"chat_template": str(path.parent / "template.jinja"), "cache_dir": str(path.parent / "cache")}
-    return InstructSettings(files=[str(path)], **{**defaults, **own, **settings})
-
-
-def load(path: Path, template: str = TEMPLATE, **settings: Any) -> DataSplits:
-    return load_data(option(path, template, **settings), seed=0)
+    return load_data(InstructSettings(files=[str(path)], **{**defaults, **own, **settings}), seed=0)
 
 
 def learned(tmp_path: Path, records: list[Any], template: str = TEMPLATE, **settings: Any) -> list[str]:
@@ -235,16 +231,13 @@ def test_tools_as_json_text(tmp_path: Path) -> None:
     assert made == [f"[{json.dumps(tool)}];u:Hi;a:[Yo;]"] * len(tools)
 
 
-TABLE = [
-    *calls({"deep": {"a": 1}, "x": 1}, {"deep": {"b": [{"c": 1}, {"d": 2}]}, "word": "up"}, {}),
-    {"messages": [HI, YO], "tools": [{"name": "move", "parameters": {"x": 1}}]},
-    {"messages": [HI, YO], "tools": [{"name": "say"}]},
-]
-
-
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_table_gives_the_ids_and_targets_of_jsonl(tmp_path: Path, order: int) -> None:
-    rows = TABLE[::order]
+    rows = [
+        *calls({"deep": {"a": 1}, "x": 1}, {"deep": {"b": [{"c": 1}, {"d": 2}]}, "word": "up"}, {}),
+        {"messages": [HI, YO], "tools": [{"name": "move", "parameters": {"x": 1}}]},
+        {"messages": [HI, YO], "tools": [{"name": "say"}]},
+    ][::order]
     expected = learned(tmp_path, rows)
     said = 'a:[Yo{"name": "say", "arguments": {"deep": {"b": [{"c": 1}, {"d": 2}]}, "word": "up"}};]'
     assert said in "".join(expected)
@@ -342,9 +335,8 @@ def test_what_carries_meaning_under_any_name(tmp_path: Path) -> None:
         "Mon, 5 January 2026 10:00:00 am UTC, Tuesday 6th Feb",
     ]  # fmt: skip
     for number, value in enumerate([*telling, *silent]):
-        path = write_lines(tmp_path / "records.jsonl", [{**ALPACA, "extra": value}])
         with pytest.raises(DataError, match="'extra'") if number < len(telling) else nullcontext():
-            load(path)
+            load(write_lines(tmp_path / "records.jsonl", [{**ALPACA, "extra": value}]))
 
 
 def test_the_page_lists_the_names() -> None:

@@ -1,4 +1,4 @@
-"""Tokenizers: ids, decoding, and what is written loads in transformers with equal ids."""
+"""Tokenizers: ids, decoding, the text of each token; what is written loads in transformers with equal ids."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_add_bos
 import transformers
+from chats import write_tokenizer
 
-from forgather_cli.data.text.tokenizer import END, FileTokenizer, _pieces, load_tokenizer, train_bpe
+from forgather_cli.data.text.pieces import letters_of, pieces_of, special_ids
+from forgather_cli.data.text.tokenizer import END, FileTokenizer, Tokenizer, _pieces, load_tokenizer, train_bpe
 from forgather_cli.errors import DataError
 
 TEXTS = [
@@ -59,12 +62,14 @@ def test_ids_and_text_are_those_of_transformers_one_by_one_and_together(bpe: Pat
         assert len(theirs) == tokenizer.vocab_size
 
 
-def test_a_saved_tokenizer_is_the_same_again_with_all_files(bpe: Path, tmp_path: Path) -> None:
+def test_one_that_is_trained_again_or_saved_is_the_same_with_all_files(bpe: Path, tmp_path: Path) -> None:
     source, copy = tmp_path / "source", tmp_path / "copy"
+    train_bpe(CORPUS, 320, tmp_path)
     FileTokenizer(bpe).save(source)
     (source / "chat_template.jinja").write_text("{{ messages }}")
     FileTokenizer(source).save(copy)
-    assert FileTokenizer(copy).fingerprint == FileTokenizer(bpe).fingerprint
+    assert FileTokenizer(copy).fingerprint == FileTokenizer(tmp_path).fingerprint == FileTokenizer(bpe).fingerprint
+    assert len(FileTokenizer(bpe).encode("the quick brown fox")) < 8
     assert (copy / "chat_template.jinja").read_text() == "{{ messages }}"
     assert (copy / "tokenizer_config.json").read_bytes() == (source / "tokenizer_config.json").read_bytes()
     load_tokenizer("bytes").save(tmp_path / "bytes")
@@ -83,12 +88,6 @@ def test_special_tokens_come_from_whichever_file_names_them(bpe: Path, tmp_path:
     assert FileTokenizer(tmp_path).eos_token_id == 0
 
 
-def test_bpe_training_is_deterministic(bpe: Path, tmp_path: Path) -> None:
-    train_bpe(CORPUS, 320, tmp_path)
-    assert FileTokenizer(tmp_path).fingerprint == FileTokenizer(bpe).fingerprint
-    assert len(FileTokenizer(bpe).encode("the quick brown fox")) < 8
-
-
 def test_long_texts_are_cut_where_it_changes_no_id(bpe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = FileTokenizer(bpe)
     text = "def f(x):\nreturn x\n" * 200
@@ -99,9 +98,50 @@ def test_long_texts_are_cut_where_it_changes_no_id(bpe: Path, monkeypatch: pytes
     assert tokenizer.encode_arrays([text])[0].tolist() == whole
 
 
-@pytest.mark.parametrize("content", [None, "not json"])
-def test_a_directory_that_is_none(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match=r"data\.tokenizer.*tokenizer\.json"):
-        load_tokenizer(str(tmp_path))
+def test_a_directory_that_is_none(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"data\.tokenizer.*tokenizer\.json"):
+            load_tokenizer(str(tmp_path))
+        (tmp_path / "tokenizer.json").write_text("not json")
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    root = tmp_path_factory.mktemp("tokenizers")
+    write_tokenizer(root / "level", None)
+    test_add_bos.write_tokenizer(root / "spelled", spelled=True)
+    places = {"bytes": "bytes", "byte level": root / "level", "spelled": root / "spelled"}
+    return {kind: load_tokenizer(str(place)) for kind, place in places.items()}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "byte level", "spelled"])
+@pytest.mark.parametrize(
+    "text", ["What is 7 + 1?\n", "Ünïcödé 🙂 数学\x1b[31m", " two  blanks ", "\\x41 as it stands", ""]
+)
+def test_pieces_and_letters_are_the_text(kind: str, text: str, tokenizers: dict[str, Tokenizer]) -> None:
+    tokenizer = tokenizers[kind]
+    text = "What is 7?" + text if kind == "spelled" else text
+    ids = [*tokenizer.encode(text), tokenizer.eos_token_id or 0, *tokenizer.encode("What is 7?")]
+    whole = tokenizer.decode(ids)
+    assert "".join(letters_of(tokenizer, ids)) == whole
+    assert len(pieces_of(tokenizer, ids)) == len(letters_of(tokenizer, ids)) == len(ids)
+    # the letters of a text without ASCII escapes of its own can be had back from the parts
+    pieces = "".join(pieces_of(tokenizer, ids))
+    escaped, expected = (each.encode().decode("ascii", "backslashreplace") for each in (pieces, whole))
+    assert escaped == expected
+
+
+def test_a_part_of_a_letter_is_written_as_its_bytes() -> None:
+    tokenizer = load_tokenizer("bytes")
+    ids = tokenizer.encode("aü")
+    assert pieces_of(tokenizer, ids) == ["a", "\\xc3", "\\xbc"]
+    assert letters_of(tokenizer, ids) == ["a", "", "ü"]
+    assert letters_of(tokenizer, ids[:2]) == ["a", "\\xc3"]
+    assert letters_of(tokenizer, [*ids[:2], 256, 97]) == ["a", "", "\\xc3<|endoftext|>", "a"]
+
+
+def test_ids_without_text_are_numbers(tokenizers: dict[str, Tokenizer]) -> None:
+    assert pieces_of(None, [3, 4]) == ["<3>", "<4>"]
+    assert pieces_of(tokenizers["byte level"], [-1, 10_000]) == ["<-1>", "<10000>"]
+    assert special_ids(tokenizers["byte level"]) == {0, 1, 2}
+    assert special_ids(None) == set()

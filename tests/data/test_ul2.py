@@ -230,9 +230,7 @@ def test_shards_hold_every_window_once() -> None:
 def streamed(folder: str, **loader: Any) -> tuple[list[tuple[Any, Any]], int]:
     """On a rank: (rows, position) of each step of a streamed epoch, and how many rows come after the third position."""
     os.chdir(folder)
-
-    data = load_data(STREAM, seed=3, num_sentinels=16)
-    whole = steps_of(data, seed=3, **loader)
+    whole = steps_of(load_data(STREAM, seed=3, num_sentinels=16), seed=3, **loader)
     rest = steps_of(load_data(STREAM, seed=3, num_sentinels=16), whole[2][1], seed=3, **loader)
     assert [rows for rows, _ in rest] == [rows for rows, _ in whole[3:]]
     return whole, len(rest)
@@ -263,9 +261,8 @@ def test_a_stream_goes_on_with_the_very_next_row(tmp_path: Path) -> None:
 
 
 def test_rows_are_full_on_both_sides() -> None:
-    option = Ul2Settings()
     denoising = mixture(100, max_seq_length=8192, max_encoder_length=4096, max_decoder_length=2048)
-    encoder, decoder = row_lengths(option, 100)
+    encoder, decoder = row_lengths(Ul2Settings(), 100)
     window = np.zeros(8192, np.int64)
     examples = [each for n in range(512) for each in denoising.examples(window, np.random.default_rng([n]))]
     sizes = np.array([[len(each.source), len(each.target)] for each in examples])

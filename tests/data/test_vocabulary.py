@@ -53,6 +53,8 @@ def test_the_tokenizer_of_a_pretrained_model_is_its_own_unless_another_is_given(
     loaded = load_config(None, [*pretrained, "data.tokenizer=bytes", f"output_dir={tmp_path}"])
     (tmp_path / "config.yaml").write_text(dump_tree(loaded.tree))
     assert load_resumed(tmp_path / "config.yaml", []).tree["data"]["tokenizer"] == "bytes"
+    users = load_data(DataTarget(path="test_vocabulary.own"), seed=0, model_path=str(directory))
+    assert users.vocab_size == users.tokenizer.vocab_size == 270
 
 
 def test_a_pretrained_model_with_other_ids_than_its_own_is_refused_unless_said_twice(
@@ -158,11 +160,6 @@ def test_own_data_with_one_trains_and_textgen_says_that_it_writes_nothing_withou
 def test_ids_of_the_first_batches_are_compared_with_the_model(tmp_path: Path, streams: str) -> None:
     with pytest.raises(PartError, match=r"token id 300 is outside of the model's vocabulary of 257 tokens"):
         run_own(tmp_path, "model.vocab_size=257", f"+data.streams={streams}")
-
-
-def test_own_data_of_a_pretrained_model_has_its_tokenizer(directory: Path) -> None:
-    data = load_data(DataTarget(path="test_vocabulary.own"), seed=0, model_path=str(directory))
-    assert data.vocab_size == data.tokenizer.vocab_size == 270
 
 
 def test_a_plan_says_unknown_where_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -40,8 +40,7 @@ def test_a_value_comes_back_as_it_was(value: Any) -> None:
 
 def test_tensors_and_arrays_come_back_bit_for_bit() -> None:
     sent = [torch.arange(3), torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor(True), np.arange(4.0).reshape(2, 2)]
-    found = unpack(pack((1, sent)))[1]
-    for one, other in zip(sent, found, strict=True):
+    for one, other in zip(sent, unpack(pack((1, sent)))[1], strict=True):
         assert one.dtype == other.dtype
         assert one.shape == other.shape
         assert bool((one == other).all())

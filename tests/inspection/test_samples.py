@@ -1,5 +1,4 @@
-"""Samples that are shown are those that a step trains on, for every kind of data; their documents, and where these
-come from."""
+"""Samples that are shown are those that a step trains on; their documents, and where these come from."""
 
 from __future__ import annotations
 
@@ -102,45 +101,31 @@ def samples_of(*words: str, split: Any = "train") -> Samples:
     return Samples(config, read_data(config), split)
 
 
-def trained_batches(config: Any, tmp_path: Path) -> list[dict[str, torch.Tensor]]:
-    """The micro-batches of the first step."""
-    (tmp_path / "run").mkdir()
-    trainer = build(config, RunDir(tmp_path / "run"), {})
-    steps = note_batches(trainer.strategy)
-    trainer.train()
-    return steps[0]
-
-
-def tokens_and_targets(batch: dict[str, torch.Tensor]) -> list[tuple[list[int], list[int], int]]:
-    """Of each row of a batch: the ids that are read, those that the loss counts, and by how many they are counted."""
-    rows = []
-    for row in range(len(batch["input_ids"])):
-        labels = batch["labels"][row] if "decoder_input_ids" in batch else batch["labels"][row][1:]
-        rows.append((batch["input_ids"][row].tolist(), labels[labels != -100].tolist(), int((labels != -100).sum())))
-    return rows
-
-
 @pytest.mark.parametrize("kind", sorted(OPTIONS.keys() - {"hf", "instruct, rows"}))
 def test_what_is_shown_is_what_a_step_trains_on(kind: str, tmp_path: Path) -> None:
     """Two are left out, whose datasets are those of text and instruct."""
     config = settings(*OPTIONS[kind])
     samples = Samples(config, read_data(config), "train")
     shown = list(islice(samples.read(), 4))
-    trained = [row for batch in trained_batches(config, tmp_path) for row in tokens_and_targets(batch)]
+    (tmp_path / "run").mkdir()
+    trainer = build(config, RunDir(tmp_path / "run"), {})
+    steps = note_batches(trainer.strategy)
+    trainer.train()
+    rows = [row for batch in steps[0] for row in zip(batch["input_ids"].tolist(), batch["labels"], strict=True)]
+    first = 0 if "decoder_input_ids" in steps[0][0] else 1
     assert [each.index for each in shown] == [0, 1, 2, 3]
-    assert len(trained) == 4
-    for sample, (ids, targets, count) in zip(shown, trained, strict=True):
+    for sample, (ids, labels) in zip(shown, rows, strict=True):
         assert len(sample.targets) == len(sample.pieces) == len(sample.documents) == len(sample.ids)
-        assert [number for number, is_target in zip(sample.ids, sample.targets, strict=True) if is_target] == targets
-        assert sum(sample.targets) == count > 0
+        wanted = [label for label in labels[first:].tolist() if label != -100]
+        assert [number for number, is_target in zip(sample.ids, sample.targets, strict=True) if is_target] == wanted
+        assert wanted
         if sample.encoder is None:
             assert sample.ids == ids
             assert sample.targets[0] is False
         else:
             assert ids[: len(sample.encoder.ids)] == sample.encoder.ids
             assert set(ids[len(sample.encoder.ids) :]) <= {256}  # padding
-    later = next(samples.read(2))
-    assert later == shown[2]
+    assert next(samples.read(2)) == shown[2]
 
 
 def test_the_first_token_of_a_document_is_a_target_where_the_one_before_may_predict_it(tmp_path: Path) -> None:
@@ -180,25 +165,21 @@ def lines(sample: ShownSample) -> list[int]:
     return [part.place[1] or 0 for part in sample.parts if part.place is not None]
 
 
-def text_of(sample: ShownSample, number: int) -> str:
-    return "".join(t for t, d in zip(sample.letters, sample.documents, strict=True) if d == number)
-
-
 @pytest.mark.parametrize("kind", ["text", "bpe, packed", "instruct", "instruct, rows", "hf"])
 @pytest.mark.parametrize("split", ["train", "eval"])
 def test_each_document_comes_from_the_line_that_holds_it(
     kind: str, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "PIECE", 600)  # so that a file has several pieces
-    samples = samples_of(*OPTIONS[kind], "data.eval_fraction=0.2", split=split)
     file = tmp_path / f"{'chats' if 'instruct' in kind else 'pages'}.jsonl"
     records = [json.loads(line) for line in file.read_text().splitlines()]
     count = 0
-    for sample in samples.read():
+    for sample in samples_of(*OPTIONS[kind], "data.eval_fraction=0.2", split=split).read():
         for number, line in enumerate(lines(sample)):
             record = records[line if kind in ("hf", "instruct, rows") else line - 1]  # rows of the library, from 0
             wanted = record["text"] if "text" in record else record["messages"][-1]["content"]
-            shown = text_of(sample, number).removesuffix("<|endoftext|>")
+            letters = zip(sample.letters, sample.documents, strict=True)
+            shown = "".join(text for text, document in letters if document == number).removesuffix("<|endoftext|>")
             part = sample.parts[number]
             if part.before == 0 and part.behind == 0:
                 assert wanted in shown
@@ -235,8 +216,7 @@ def test_what_is_cut_is_told_from_what_goes_on_elsewhere(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("kind", "count"), [("synthetic", 12), ("hf, streaming", 0)])
 def test_a_number_that_no_sample_has_is_an_error_that_says_how_many_there_are(kind: str, count: int) -> None:
-    more = ["num_samples=12"] if kind == "synthetic" else []
-    samples = samples_of(*OPTIONS[kind], *more)
+    samples = samples_of(*OPTIONS[kind], *(["num_samples=12"] if kind == "synthetic" else []))
     count = count or len(list(samples.read()))
     assert len(list(samples.read(count - 1))) == 1
     with pytest.raises(DataError, match=rf"--sample.* {count} samples"):

@@ -34,8 +34,7 @@ def test_text_by_file_with_the_end_that_is_in_no_sample(tmp_path: Path, monkeypa
     write_lines(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": "ü"}, {"text": "cdef"}])
     write_lines(tmp_path / "b.jsonl", [{"text": "12345678"}] * 3)
     write_lines(tmp_path / "c.jsonl", [{"text": "held out"}])
-    words = ["data=text", "data.files=[a.jsonl,b.jsonl]", "data.eval_files=[c.jsonl]", "seq_len=10", "cache_dir=cache",
-             "tokenizer=bytes"]  # fmt: skip
+    words = ["data=text", "data.files=[a.jsonl,b.jsonl]", "data.eval_files=[c.jsonl]", "seq_len=10", "tokenizer=bytes"]
     found = counted(*words)
     train = found["train"]
     assert (train.documents, train.document_tokens) == (6, 3 + 3 + 5 + 27)
@@ -54,7 +53,7 @@ def test_text_by_file_with_the_end_that_is_in_no_sample(tmp_path: Path, monkeypa
 
 def test_a_document_whose_end_is_held_out_is_of_its_file_in_both_splits(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a line\n" * 20)
-    found = counted("data=text", "data.files=[a.txt]", "data.eval_fraction=0.2", "seq_len=10", "cache_dir=cache")
+    found = counted("data=text", "data.files=[a.txt]", "data.eval_fraction=0.2", "seq_len=10")
     assert [(each.documents, len(each.sources)) for each in found.values()] == [(1, 1), (1, 1)]
     assert all(each.sources[str(tmp_path / "a.txt")].documents == 1 for each in found.values())
 
@@ -66,7 +65,7 @@ def test_chats_by_file_with_what_is_cut_and_dropped(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", [chat("q", "yes"), chat("q", "a" * 100), chat("q" * 200, "never")])
     write_lines(tmp_path / "b.jsonl", [chat("q", "no")])
     words = ["data=instruct", "data.files=[a.jsonl,b.jsonl]", "data.eval_fraction=0", "data.chat_template=chatml",
-             "data.add_tokens=false", "seq_len=100", "cache_dir=cache"]  # fmt: skip
+             "data.add_tokens=false", "seq_len=100"]  # fmt: skip
     train = counted(*words)["train"]
     assert (train.cut, train.dropped) == (1, 1)
     assert train.documents == 4
@@ -81,7 +80,7 @@ def test_pairs_count_both_sides(tmp_path: Path) -> None:
     pairs = [{"input": "one", "target": "eins"}, {"input": "twenty", "target": "zwanzig"}]
     write_lines(tmp_path / "pairs.jsonl", pairs)
     words = ["data=seq2seq", "data.files=[pairs.jsonl]", "data.eval_fraction=0", "max_encoder_length=5",
-             "max_decoder_length=8", "cache_dir=cache", *SHAPE]  # fmt: skip
+             "max_decoder_length=8", *SHAPE]  # fmt: skip
     train = counted(*words)["train"]
     assert (train.tokens, train.targets) == (3 + 5 + 5 + 8, 5 + 8)
     assert (train.cut, train.dropped) == (1, 0)
@@ -97,8 +96,7 @@ def test_unknown_tokens_and_text_of_a_tokenizer_whose_ids_do_not_tell_their_byte
     tokenizer.save(str(tmp_path / "words/tokenizer.json"))
     (tmp_path / "words/tokenizer_config.json").write_text('{"eos_token": "</s>", "unk_token": "<unk>"}')
     write_lines(tmp_path / "a.jsonl", [{"text": "one two three"}, {"text": "two two one"}])
-    words = ["data=text", "data.files=[a.jsonl]", "data.eval_fraction=0", "data.tokenizer=words", "seq_len=8",
-             "cache_dir=cache"]  # fmt: skip
+    words = ["data=text", "data.files=[a.jsonl]", "data.eval_fraction=0", "data.tokenizer=words", "seq_len=8"]
     train = counted(*words)["train"]
     assert train.unknown == 3
     assert train.bytes_per_token == len("one three one") / 8
@@ -110,6 +108,6 @@ def test_data_without_documents_tell_the_lengths_of_samples(tmp_path: Path) -> N
     assert len(train.lengths) == train.samples == 70
     assert sum(train.lengths) == train.tokens == 70 * 16 - train.padding
     np.save(tmp_path / "tokens.npy", np.arange(100, dtype=np.uint16) % 10)
-    words = ["data=tokens", "data.files=[tokens.npy]", "data.eval_fraction=0", "seq_len=16", "cache_dir=cache"]
+    words = ["data=tokens", "data.files=[tokens.npy]", "data.eval_fraction=0", "seq_len=16"]
     assert counted(*words, "document_separator=9")["train"].lengths == [10] * 10
     assert counted(*words)["train"].lengths == [16] * 6

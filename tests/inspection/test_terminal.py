@@ -46,13 +46,11 @@ def test_targets_stand_in_brackets_where_there_is_none(console: dict[str, Any]) 
 
 def test_no_character_of_the_data_drives_a_terminal_or_hides() -> None:
     every = "".join(map(chr, [*range(0x3000), 0xFEFF, 0xE000, 0x1F642]))
-    told = visible(every)
-    assert all(each.isprintable() or each == "\n" for each in told)
+    assert all(each.isprintable() or each == "\n" for each in visible(every))
     for each in "aü数🙂 \\[":
         assert visible(each) == each
     assert visible("\x1b\u202e\xa0\n") == "\\x1b\\u202e\\xa0\\n\n"
-    text = shown(sample(["\x1b]0;title\x07", "[red]"], "-x"))
-    assert "\\x1b]0;title\\x07[[red]]" in text
+    assert "\\x1b]0;title\\x07[[red]]" in shown(sample(["\x1b]0;title\x07", "[red]"], "-x"))
 
 
 def test_lines_fit_a_terminal_whose_letters_are_wide() -> None:

@@ -1,8 +1,7 @@
 """Losses in kernels of other packages: the calls, against modules that stand in for them, and what is refused.
 
-The real packages need Triton, a wheel of 280 MB, and their kernels a GPU. Where they are installed,
-``test_the_packages_give_the_gradients_of_plain_pytorch`` runs what of them runs on a CPU. Head and hidden states come
-to them as to ``linear_cross_entropy``, which the parity suite trains with under every strategy.
+The real packages need a GPU for some kernels. Head and hidden states come to them as to ``linear_cross_entropy``, which
+the parity suite trains with under every strategy.
 """
 
 from __future__ import annotations
@@ -168,13 +167,12 @@ def test_what_they_cannot_do_is_said_by_name(standins: None) -> None:
 
 
 def test_fp32_is_refused_where_the_backward_is_a_kernel(standins: None) -> None:
-    loss = CutCrossEntropy()
     with FakeTensorMode():
         hidden, labels = torch.empty(B, T, E, device="cuda"), torch.zeros(B, T, dtype=torch.int64, device="cuda")
         head = SimpleNamespace(weight=torch.empty(V, E, device="cuda"), bias=None)
         model: Any = SimpleNamespace(head=head, hidden_states=lambda: hidden)
         with pytest.raises(ModelError, match="takes hidden states in bf16 or fp16, got fp32; set precision=bf16 or"):
-            loss.total(model, {}, labels, None)
+            CutCrossEntropy().total(model, {}, labels, None)
 
 
 @pytest.mark.parametrize(
