@@ -56,7 +56,7 @@ def init(project, **kwargs):
 
 @pytest.fixture(autouse=True)
 def _no_state_of_others() -> None:
-    """transformers' Trainer, with which tests of other files compare, leaves accelerate's idea of devices and ranks."""
+    """Tests of other files leave accelerate's idea of devices and ranks."""
     PartialState._reset_state()
 
 
@@ -208,8 +208,6 @@ def test_accelerate_s_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) 
 
 
 class FileTracker(GeneralTracker):
-    """A tracker of a user's, as accelerate asks for it."""
-
     name = "file"
     requires_logging_directory = True
 
