@@ -81,7 +81,7 @@ class _Methods(TorchFunctionMode):
 
 
 class Watch(TrainerCallback):
-    """Looks from the end of step 4 to that of step 5: what lies between steps and the fetch of the next one, too."""
+    """Looks from the end of step 4 to that of step 5, the fetch of the next one included."""
 
     newest: Watch
 
@@ -173,8 +173,7 @@ def test_a_step_sends_what_the_mathematics_needs_and_waits_for_nothing(layout: s
 
 
 def test_the_way_from_the_command_to_the_model_is_short(tmp_path: Path) -> None:
-    """What a reader of the loop goes through (Python 3.11, where each comprehension is a call). A call more is a place
-    more that a reader has to go to."""
+    """Counted in Python 3.11, where each comprehension is a call. One more is a place more that a reader goes to."""
     words = (
         "train", "model=nano", "seq_len=64", "precision=fp32", "optimizer=muon", "eval_strategy=no", "save_strategy=no",
         "max_steps=26", f"output_dir={tmp_path / 'run'}", "device=cpu", "+callbacks.way._target_=step_calls.Way",
@@ -196,7 +195,7 @@ def test_the_way_from_the_command_to_the_model_is_short(tmp_path: Path) -> None:
 
 
 class Litter(TrainerCallback):
-    """Leaves more garbage in each step than the collector lets lie, and notes after which steps it is collected."""
+    """Leaves more garbage in each step than the collector lets lie, and notes when it is collected."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -315,7 +314,7 @@ class _VoidGradient(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * float("nan")
 
 
