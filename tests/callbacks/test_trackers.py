@@ -24,8 +24,7 @@ from forgather_cli.config.schema import TRACKERS, TrackersSettings
 from forgather_cli.errors import CallbackError, ConfigError, SetupError
 from forgather_cli.run_dir import RunDir
 
-# What accelerate 1.15 calls of wandb, kept in the file that WANDB_SAYS names. Fails in WANDB_FAILS (of logs: up to the
-# step WANDB_FAILS_UNTIL).
+# What accelerate 1.15 calls of wandb, kept in WANDB_SAYS. Fails in WANDB_FAILS, logs up to step WANDB_FAILS_UNTIL.
 WANDB = """
 import json, os
 

@@ -146,8 +146,7 @@ LATE = {"metrics.LateReader._pop": 1}
 """The gradient norm of two steps ago: on CUDA a copy in the host's memory, which has come by then."""
 COUNTED = {"collate.Counts.of": 4, "distributed.clip_grad_norm": 1}
 ON_THE_HOST = COUNTED | {"step_sync.Sum.read": 1, "parallelize.EvenMicrobatches.is_last": 1}
-"""Reads of what never was on the device: targets of the CPU's batches and their bytes, sums over the host's own group;
-and of what only a CPU reads: the norm that says whether there is something to clip."""
+"""Reads of what never was on the device, and of the norm, by which only a CPU asks whether there is much to clip."""
 
 
 def test_one_device_waits_for_nothing_in_a_step(tmp_path: Path) -> None:
