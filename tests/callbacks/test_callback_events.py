@@ -114,8 +114,6 @@ def test_callbacks_are_taken_out_by_object_or_class(tmp_path: Path) -> None:
 
 
 class Pictures(TrainerCallback):
-    """Writes beside the run's own curves."""
-
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         writer = kwargs["trainer"].tensorboard
         writer.add_scalar("mine/step", 10 * state.global_step, state.global_step)

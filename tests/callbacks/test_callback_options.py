@@ -1,4 +1,4 @@
-"""The options under ``conf/callbacks``: what each holds, and every callback added and removed by one override."""
+"""The options under ``conf/callbacks``, and every callback added and removed by one override."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ NEEDS_A_PACKAGE = {"trackers"}
 
 
 def settings_of(name: str) -> Any:
-    """The class of a callback's settings."""
     return get_args(get_type_hints(CallbackSettings)[name])[0]
 
 

@@ -1,10 +1,10 @@
-"""Every callback under every strategy: what each leaves, what must be equal, and users' own, sound and broken."""
+"""Every callback under every strategy: what each leaves, and users' own, sound and broken."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,6 @@ RARE = {"on_predict", "on_exception", "on_divergence", "on_rollback"}
 
 
 class Seen(EveryEvent):
-    """Notes every event with its step, and how many jobs of this run could be controlled."""
-
     def __init__(self) -> None:
         self.events: list[tuple[str, int]] = []
         self.jobs: set[int] = set()
@@ -58,7 +56,7 @@ class Seen(EveryEvent):
 
 @dataclass(frozen=True)
 class Run:
-    """A run directory, what the callback ``name`` of each rank told, and the records by file at the end of training."""
+    """``told``: by the callback ``name`` of each rank. ``records``: by file, at the end of training."""
 
     path: Path
     told: list[Any]
@@ -105,8 +103,6 @@ def resumed(full: Callable[[str], Run]) -> Callable[[str], Run]:
 
 
 each_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-
-# ------------------------------------------------------------------------------------------------- what callbacks leave
 
 
 @each_strategy
@@ -160,7 +156,7 @@ def test_records_are_those_of_one_device(full: Callable[[str], Run], strategy: s
 
 
 def without_ranks(record: dict[str, Any]) -> set[str]:
-    """The names in a record, but for those that each rank has one of, and the time in which ranks wait for others."""
+    """The names in a record, but for those of one rank, and the time in which ranks wait for others."""
     return {key for key in record if "_rank" not in key and key != "sync_seconds"}
 
 
@@ -182,18 +178,16 @@ def test_a_resumed_run_goes_on_and_early_stopping_ends_it(
     assert RunDir(run.path).checkpoint_steps() == [4, 8, 12]
 
 
-HUGGING_FACE = [
-    "+callbacks.stop._target_=transformers.EarlyStoppingCallback", "+callbacks.stop.early_stopping_patience=2",
-    "+callbacks.stop.early_stopping_threshold=100", "+callbacks.print._target_=transformers.PrinterCallback",
-    "+callbacks.flow._target_=transformers.DefaultFlowCallback",
-    "+callbacks.mine._target_=hf_callback.ForHuggingFace", "max_steps=20", "logging_steps=2", "eval_steps=4",
-    "save_steps=4", "save_total_limit=10", "load_best_model_at_end=true", "async_save=false",
-]  # fmt: skip
-
-
 def test_callbacks_for_the_hugging_face_trainer_run_unchanged(tmp_path: Path) -> None:
     """On one device, and on ranks that agree: the loop's flags and metrics are what such callbacks live by."""
-    single, several = (train(each, tmp_path / each / "run", "mine", *HUGGING_FACE) for each in ("single", "pipeline"))
+    words = [
+        "+callbacks.stop._target_=transformers.EarlyStoppingCallback", "+callbacks.stop.early_stopping_patience=2",
+        "+callbacks.stop.early_stopping_threshold=100", "+callbacks.print._target_=transformers.PrinterCallback",
+        "+callbacks.flow._target_=transformers.DefaultFlowCallback",
+        "+callbacks.mine._target_=hf_callback.ForHuggingFace", "max_steps=20", "logging_steps=2", "eval_steps=4",
+        "save_steps=4", "save_total_limit=10", "load_best_model_at_end=true", "async_save=false",
+    ]  # fmt: skip
+    single, several = (train(each, tmp_path / each / "run", "mine", *words) for each in ("single", "pipeline"))
     wanted = [note for note in single.told[0]["notes"] if note != ("save",)]
     for told in [*single.told, *several.told]:
         notes = told["notes"]
@@ -215,17 +209,11 @@ BEFORE_ANY_STEP = ["on_init_end", "on_train_begin", "on_epoch_begin"]
 AT_THE_END = ["on_epoch_end", "on_train_end"]
 
 
-@pytest.fixture
-def _torch_as_it_was() -> Iterator[None]:
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def weights(path: Path) -> dict[str, torch.Tensor]:
     return load_file(RunDir(path).checkpoint(6) / "model/model.safetensors")
 
 
-@pytest.mark.usefixtures("_torch_as_it_was")
+@pytest.mark.usefixtures("one_thread")
 def test_one_that_raises_is_named_with_its_event_and_the_run_can_go_on(tmp_path: Path) -> None:
     """In one event after another: each start goes on from what the one before has left."""
     run, bad = RunDir(tmp_path / "run"), "+callbacks.bad._target_=users_callbacks.Raises"
@@ -245,10 +233,10 @@ def test_one_that_raises_is_named_with_its_event_and_the_run_can_go_on(tmp_path:
     assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(run.root).items())
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_one_that_raises_in_on_exception_hides_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     targets = [f"+callbacks.{name}._target_=users_callbacks.Raises" for name in ("first", "second")]
     events = ["+callbacks.first.event=on_step_end", "+callbacks.second.event=on_exception"]
     with pytest.raises(CallbackError, match=r"^callback first failed in on_step_end"):
         tiny.train(tiny.config(tmp_path, *SHORT, *targets, *events), RunDir(tmp_path))
-    torch.use_deterministic_algorithms(False)
     assert "callback second failed in on_exception: ZeroDivisionError" in caplog.text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
@@ -14,7 +12,7 @@ NAN = float("nan")
 
 
 def stop_at(values: list[float], callback: EarlyStopping, args: RunSettings | None = None, name: str = "eval_loss"):
-    """1-based number of the evaluation after which the callback asks to stop, None if it never does."""
+    """The evaluation, counted from 1, after which the callback asks to stop."""
     for number, value in enumerate(values, 1):
         control = TrainerControl()
         state = TrainerState(global_step=100 * number)
@@ -60,18 +58,15 @@ def test_the_count_survives_a_resume() -> None:
 
 
 def test_the_stop_is_told_once_with_metric_and_values(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        stop_at([3.0, 3.5], EarlyStopping(EarlyStoppingSettings(patience=1)))
-    (record,) = caplog.records
-    message = record.getMessage()
+    stop_at([3.0, 3.5], EarlyStopping(EarlyStoppingSettings(patience=1)))
+    (message,) = caplog.messages
     assert "early_stopping" in message
     assert "step 200: eval_loss 3.5, the best is 3 of step 100" in message
 
 
 def test_a_metric_that_is_missing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     callback = EarlyStopping(EarlyStoppingSettings(metric="eval_los"))
-    with caplog.at_level(logging.WARNING):
-        assert stop_at([3.0, 3.1, 3.2, 3.3, 3.4], callback) is None
-    (record,) = caplog.records
-    assert "'eval_los'" in record.getMessage()
-    assert "eval_loss, eval_tokens" in record.getMessage()
+    assert stop_at([3.0, 3.1, 3.2, 3.3, 3.4], callback) is None
+    (message,) = caplog.messages
+    assert "'eval_los'" in message
+    assert "eval_loss, eval_tokens" in message

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
-from forgather_cli.callbacks.metrics import DefaultMetrics, peak_flops
+from forgather_cli.callbacks.metrics import DefaultMetrics, _matmul_kind, peak_flops
 from forgather_cli.config.schema import BF16Settings, FSDP2Settings, MetricsSettings, RunSettings
 
 CPU = torch.device("cpu")
@@ -82,8 +82,6 @@ def test_peaks_by_device_name() -> None:
 
 
 def test_what_matrices_are_multiplied_in() -> None:
-    from forgather_cli.callbacks.metrics import _matmul_kind
-
     assert _matmul_kind(SimpleNamespace(precision=BF16Settings())) == "bf16"
     assert _matmul_kind(SimpleNamespace(bf16=True)) == "bf16"
     assert _matmul_kind(RunSettings()) == "fp32"

@@ -1,4 +1,4 @@
-"""GradNormLogger, ParameterNormLogger and WeightNormLogger: under every strategy the norms of one device's tensors."""
+"""Loggers of gradient, parameter and weight norms: under every strategy those of one device's tensors."""
 
 from __future__ import annotations
 
@@ -67,7 +67,6 @@ class Reference(TrainerCallback):
 
 
 def trained(root: str, *overrides: str) -> Trainer:
-    """A whole run in this process."""
     run = Path(root)
     return tiny.train(tiny.config(run, *MODEL, *overrides), RunDir(run))
 
@@ -233,17 +232,15 @@ def test_ranks_that_train_by_themselves_have_root_mean_squares(tmp_path: Path) -
 
 
 class Matrices(nn.Module):
-    """Parameters of given values."""
-
     def __init__(self, **values: Tensor) -> None:
         super().__init__()
         for name, value in values.items():
             self.register_parameter(name, nn.Parameter(value))
 
 
-def hard_matrices() -> dict[str, Tensor]:
+def test_spectral_norms_of_all_kinds_of_matrices(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    return {
+    values = {
         "square": torch.randn(512, 512) * 0.02,  # the largest singular values of random matrices lie close together
         "tall": torch.randn(800, 64),
         "wide": torch.randn(48, 700).to(torch.bfloat16),
@@ -258,10 +255,6 @@ def hard_matrices() -> dict[str, Tensor]:
         "vector": torch.randn(7),
         "scalar": torch.tensor(3.0),
     }
-
-
-def test_spectral_norms_of_all_kinds_of_matrices(tmp_path: Path) -> None:
-    values = hard_matrices()
     spectral = SpectralNorms(FullParameters(tiny.script(tmp_path, Matrices(**values))))
     assert spectral.names == [name for name, value in values.items() if value.ndim == 2]
     for number, steps in enumerate((20, 10, 10)):

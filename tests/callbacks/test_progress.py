@@ -6,6 +6,7 @@ import io
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import notebook
@@ -24,19 +25,16 @@ from forgather_cli.errors import ConfigError
 FINAL = {"train_runtime": 3725.0, "train_loss": 3.43, "total_tokens": 819200, "flops_per_second": 1.234e12}
 EVAL = {"eval_loss": 3.2, "eval_perplexity": 24.53, "eval_tokens": 900, "eval_runtime": 0.8, "epoch": 1.0}
 STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
-
-
-class FakeTrainer:
-    def info(self) -> dict[str, Any]:
-        return {"model": "decoder", "parameters": "3,312,640", "data": "text " * 30, "nothing": None}
+INFO = {"model": "decoder", "parameters": "3,312,640", "data": "text " * 30, "nothing": None}
+TRAINER = SimpleNamespace(info=lambda: INFO)
 
 
 def fake_run(
     callbacks: list[Any], num_steps: int = 40, rank_zero: bool = True, pause: float = 0.0, **extra: float
 ) -> None:
-    """The events of a short run: a log every 10 steps, an evaluation and a checkpoint at the middle."""
+    """A log every 10 steps, an evaluation and a checkpoint at the middle."""
     state = TrainerState(max_steps=num_steps, is_world_process_zero=rank_zero)
-    kwargs: dict[str, Any] = {"trainer": FakeTrainer(), "model": "Decoder()", "eval_dataloader": range(4)}
+    kwargs: dict[str, Any] = {"trainer": TRAINER, "model": "Decoder()", "eval_dataloader": range(4)}
 
     def emit(event: str, **more: Any) -> None:
         for callback in callbacks:
@@ -61,7 +59,6 @@ def fake_run(
 
 
 def on_terminal(width: int, code: str) -> str:
-    """What ``code`` writes to a terminal of that width, with its control sequences."""
     path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
     terminal = Terminal(code=f"{path}\nfrom test_progress import *\n{code}", width=width)
     assert terminal.finish() == 0, terminal.output
@@ -235,8 +232,8 @@ def test_info_is_a_panel_that_folds_and_breaks_no_path() -> None:
     paths = [f"outputs/{letter * length}" for letter, length in (("a", 32), ("b", 62), ("c", 92))]
     code = f"""
 for path in {paths}:
-    FakeTrainer.info = lambda self: {{"model": "decoder", "data": "text " * 30, "output_dir": path}}
-    InfoCallback().on_train_begin(None, TrainerState(), None, trainer=FakeTrainer())
+    INFO["output_dir"] = path
+    InfoCallback().on_train_begin(None, TrainerState(), None, trainer=TRAINER)
 """
     lines = shown_lines(on_terminal(80, code))
     assert lines[0].startswith("╭─ Forgather")
@@ -249,7 +246,7 @@ for path in {paths}:
 
 def test_info_is_lines_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     callback = InfoCallback(InfoSettings(verbose=True), config_tree={"model": {"type": "decoder"}})
-    callback.on_train_begin(None, TrainerState(), TrainerControl(), trainer=FakeTrainer(), model="Decoder()")
+    callback.on_train_begin(None, TrainerState(), TrainerControl(), trainer=TRAINER, model="Decoder()")
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["model       decoder", "parameters  3,312,640"]
     assert lines[-3:] == ["model:", "  type: decoder", "Decoder()"]

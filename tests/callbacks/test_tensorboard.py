@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,13 +17,7 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
 
 CONTROL = TrainerControl()
-
-
-class FakeTrainer:
-    def info(self) -> dict[str, Any]:
-        return {"model": "decoder", "data": "a|b"}
-
-
+TRAINER = SimpleNamespace(info=lambda: {"model": "decoder", "data": "a|b"})
 INFO = {"question": "does *QK-norm* help?", "cluster": {"nodes": 2, "name": "a"}}
 
 
@@ -30,7 +25,7 @@ def train(path: Path, steps: range, scalars: dict[str, Any] | None = None, rank_
     settings = TensorboardSettings(scalars=scalars or {}, experiment_info=INFO)
     logger = TBLogger(settings, RunDir(path), config_tree={"seed": 42})
     state = TrainerState(resumed_step=steps.start - 1, is_world_process_zero=rank_zero)
-    logger.on_train_begin(None, state, CONTROL, trainer=FakeTrainer())
+    logger.on_train_begin(None, state, CONTROL, trainer=TRAINER)
     for step in steps:
         state.global_step = step
         logs = {"loss": float(step), "tok_per_sec": 5e3, "epoch": 0.5, "note": "text", "step": step, "zero": 0.0}
@@ -135,7 +130,7 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from test_tensorboard import *
 logger = TBLogger(run=RunDir(Path({str(tmp_path)!r})))
-logger.on_train_begin(None, TrainerState(), CONTROL, trainer=FakeTrainer())
+logger.on_train_begin(None, TrainerState(), CONTROL, trainer=TRAINER)
 """
     assert not {"tensorboard", "torch"} & modules_after(code)
     assert list(tmp_path.iterdir()) == []

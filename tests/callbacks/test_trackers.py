@@ -24,8 +24,7 @@ from forgather_cli.config.schema import TRACKERS, TrackersSettings
 from forgather_cli.errors import CallbackError, ConfigError, SetupError
 from forgather_cli.run_dir import RunDir
 
-# What accelerate 1.15 calls of wandb, kept in the file that WANDB_SAYS names. Fails in WANDB_FAILS (of logs: up to the
-# step WANDB_FAILS_UNTIL).
+# What accelerate 1.15 calls of wandb, kept in WANDB_SAYS. Fails in WANDB_FAILS, logs up to step WANDB_FAILS_UNTIL.
 WANDB = """
 import json, os
 
@@ -56,7 +55,7 @@ def init(project, **kwargs):
 
 @pytest.fixture(autouse=True)
 def _no_state_of_others() -> None:
-    """transformers' Trainer, with which tests of other files compare, leaves accelerate's idea of devices and ranks."""
+    """Tests of other files leave accelerate's idea of devices and ranks."""
     PartialState._reset_state()
 
 
@@ -208,8 +207,6 @@ def test_accelerate_s_tensorboard_writes_what_tensorboard_reads(tmp_path: Path) 
 
 
 class FileTracker(GeneralTracker):
-    """A tracker of a user's, as accelerate asks for it."""
-
     name = "file"
     requires_logging_directory = True
 

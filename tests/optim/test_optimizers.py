@@ -66,8 +66,6 @@ class Block(nn.Module):
 
 
 class TinyModel(nn.Module):
-    """Embedding, two blocks, norm, head; the head may be tied to the embedding."""
-
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -108,10 +106,9 @@ def train(model: nn.Module, optimizer: Any, steps: range) -> None:
         optimizer.zero_grad()
 
 
-def trained(steps: int, option: OptimizerOption | None = None) -> tuple[nn.Module, Optimizers]:
-    """AdamW's, if no option is given."""
+def trained(steps: int, option: OptimizerOption | None = None, make: Any = build) -> tuple[nn.Module, Any]:
     model = TinyModel()
-    optimizers = build(option or AdamWSettings(), model)
+    optimizers = make(option or AdamWSettings(), model)
     train(model, optimizers, range(steps))
     return model, optimizers
 
@@ -122,9 +119,6 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
-
-
-# ---------------------------------------------------------------------------------------------------------- groups
 
 
 def test_what_decays_of_a_llama_and_what_muon_takes():
@@ -160,8 +154,7 @@ def test_first_match_wins_and_settings_reach_the_torch_groups():
             "unused": GroupSettings(regex="nothing_is_called_so"),
         }
     )
-    model = TinyModel()
-    optimizers = build(option, model)
+    model, optimizers = trained(0, option)
     groups = {g["name"]: g for g in optimizers.param_groups}
     assert list(groups) == ["head", "outer", "default"]
     head, outer, default = groups.values()
@@ -181,8 +174,7 @@ def test_own_group_that_matches_nothing_is_logged_and_the_shipped_one_not(caplog
 
 def test_a_group_may_have_an_optimizer_of_its_own():
     option = AdamWSettings(groups={"embed": GroupSettings(regex="embed", optimizer=SGDSettings(momentum=0.5))})
-    model = TinyModel()
-    optimizers = build(option, model)
+    model, optimizers = trained(0, option)
     assert [type(o).__name__ for o in optimizers.optimizers] == ["SGD", "AdamW"]
     before = weights(model)
     train(model, optimizers, range(2))
@@ -268,11 +260,8 @@ def test_fused_on_a_device_without_the_kernel():
     assert all(g["fused"] is True for g in build(AdamWSettings(), TinyModel()).param_groups)
 
 
-# ----------------------------------------------------------------------------------------------- against plain torch
-
-
 class WarmedUpAndCautious(torch.optim.Muon):
-    """torch's, with a momentum that rises to 0.9 in 3 steps, and a decay of what the step makes smaller anyway."""
+    """With a momentum that rises to 0.9 in 3 steps, and a decay of what the step makes smaller anyway."""
 
     done = 0
 
@@ -290,7 +279,6 @@ class WarmedUpAndCautious(torch.optim.Muon):
 
 
 def plain_torch(option: OptimizerOption, model: nn.Module) -> list[torch.optim.Optimizer]:
-    """What the option stands for, written out by hand."""
     named = dict(model.named_parameters())
     free = [p for n, p in named.items() if not re.search(r"embed|norm|bias", n)]
     undecayed = [p for n, p in named.items() if re.search(r"embed|norm|bias", n)]
@@ -375,7 +363,9 @@ def test_muon_rounds_once_where_the_processor_is_slow_in_bf16(shape: tuple[int, 
         assert ((found - expected).abs() <= 2**-8 * expected.abs() + 1e-5).all() == equal
 
 
-UNCOMPILED = """
+@pytest.mark.full
+def test_a_step_imports_no_compiler_and_is_otherwise_torchs():
+    code = """
 import sys
 import torch
 from test_optimizers import *
@@ -400,7 +390,7 @@ def trained(option):
 
 def trained_in_backward():
     model = TinyModel()
-    return steps(model, FusedBackward(AdamWSettings(), model.named_parameters(), lr=LR, weight_decay=DECAY))
+    return steps(model, fused_backward(AdamWSettings(), model))
 
 eager, profiled = [*map(trained, OPTIONS), trained_in_backward()], build(AdamWSettings(), TinyModel())
 imported = "torch._dynamo" in sys.modules
@@ -410,11 +400,7 @@ ranges = {event.name for event in profiler.events()}
 guarded = [*map(trained, OPTIONS), trained_in_backward()]
 print(imported, "Optimizer.step#AdamW.step" in ranges, all(map(same, eager, guarded)))
 """
-
-
-@pytest.mark.full
-def test_a_step_imports_no_compiler_and_is_otherwise_torchs():
-    words = [sys.executable, "-c", UNCOMPILED]
+    words = [sys.executable, "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent)
     assert done.stdout.split() == ["False", "True", "True"]
 
@@ -450,9 +436,6 @@ class SignDescent(torch.optim.Optimizer):
                     p.add_(p.grad.sign(), alpha=-group["lr"] / group["k"])
 
 
-# ----------------------------------------------------------------------------------------------------------- state
-
-
 def saved_state(optimizers: ParameterOptimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """As a checkpoint would hold it: copies, and JSON there and back."""
     return (
@@ -482,8 +465,7 @@ def test_state_comes_back_bit_for_bit(option: OptimizerOption):
 
 
 def test_state_names_and_what_was_known_is_forgotten():
-    model = TinyModel()
-    optimizers = build(AdamWSettings(), model)
+    model, optimizers = trained(0)
     empty = saved_state(optimizers)
     assert empty[0] == {}
     train(model, optimizers, range(2))
@@ -604,13 +586,10 @@ def test_wrap_refuses_foreign_parameters_and_things():
     with pytest.raises(SetupError, match=r"group default holds a parameter of shape \(3, 2\) that the model does not"):
         Optimizers.wrap(foreign, model.named_parameters())
     with pytest.raises(ConfigError, match=r"got a TinyModel; give a torch.optim.Optimizer"):
-        Optimizers.wrap(model, model.named_parameters())  # type: ignore[arg-type]
+        Optimizers.wrap(model, model.named_parameters())
     twice = [torch.optim.SGD([{"params": [p], "name": "a"}], lr=LR) for p in list(model.parameters())[:2]]
     with pytest.raises(ConfigError, match="two parameter groups have the same name"):
         Optimizers.wrap(twice, model.named_parameters())
-
-
-# ------------------------------------------------------------------------------------------- optimizer in the backward
 
 
 def fused_backward(option: OptimizerOption, model: nn.Module) -> FusedBackward:
@@ -630,8 +609,7 @@ def test_in_backward_equals_the_ordinary_optimizer(option: OptimizerOption, tied
 
 
 def test_in_backward_holds_one_gradient_at_a_time_and_none_is_added_to_before_the_step():
-    model = TinyModel()
-    fused = fused_backward(AdamWSettings(), model)
+    model, fused = trained(0, make=fused_backward)
     alive: list[int] = []
     for parameter in model.parameters():  # these hooks run after the optimizer's
         parameter.register_post_accumulate_grad_hook(
@@ -659,17 +637,14 @@ def test_in_backward_measures_the_gradient_norm():
 
 
 def test_in_backward_refuses_an_optimizer_with_state_in_its_groups():
-    model = TinyModel()
-    fused = fused_backward(Target(f"{__name__}.SignDescent"), model)
+    model, fused = trained(0, Target(f"{__name__}.SignDescent"), fused_backward)
     with pytest.raises(SetupError, match="SignDescent keeps state in its parameter groups"):
         backward(model, 0)
     fused.close()
 
 
 def test_in_backward_resumes_bit_for_bit_also_as_the_ordinary_optimizer():
-    model = TinyModel()
-    fused = fused_backward(MuonSettings(), model)
-    train(model, fused, range(3))
+    model, fused = trained(3, MuonSettings(), fused_backward)
     state, values = saved_state(fused), copy.deepcopy(model.state_dict())
     train(model, fused, range(3, 6))
     for make in (fused_backward, build):
@@ -691,8 +666,7 @@ def test_only_the_newest_in_backward_steps():
 
 
 def test_gradients_are_left_alone_after_close_and_after_the_optimizer_is_gone():
-    model = TinyModel()
-    fused = fused_backward(SGDSettings(), model)
+    model, fused = trained(0, SGDSettings(), fused_backward)
     fused.close()
     backward(model, 0)
     assert all(p.grad is not None for p in model.parameters())
@@ -703,8 +677,7 @@ def test_gradients_are_left_alone_after_close_and_after_the_optimizer_is_gone():
 
 
 def test_torch_schedulers_work_with_the_optimizer_in_backward():
-    model = TinyModel()
-    fused = fused_backward(AdamWSettings(), model)
+    model, fused = trained(0, make=fused_backward)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(fused.optimizers[0], 0.5)
     for step in range(2):
         backward(model, step)

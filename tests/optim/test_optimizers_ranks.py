@@ -1,4 +1,4 @@
-"""Optimizers over sharded parameters: the numbers of one device, and state that goes from layout to layout by rows."""
+"""Optimizers over sharded parameters: the numbers of one device, and state that goes from layout to layout."""
 
 from __future__ import annotations
 
@@ -110,7 +110,6 @@ def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 def resumed(
     option: OptimizerOption, tensors: dict[str, Tensor], groups: dict[str, Any], weights: dict[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
-    """Load on all ranks, give the state back as it was loaded, and go on."""
     model = Model(option, 1)
     for name, p in model.parameters.items():
         local(p.detach()).copy_(weights[name][box_of(p).slices])

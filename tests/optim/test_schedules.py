@@ -1,4 +1,4 @@
-"""Learning-rate schedules: against torch and transformers where they have the same shape, and by numbers elsewhere."""
+"""Learning-rate schedules: against torch and transformers where these have them, and by numbers elsewhere."""
 
 from __future__ import annotations
 
@@ -205,9 +205,6 @@ def test_schedule_around_a_bare_torch_optimizer():
     assert Schedule(torch.optim.SGD(parts), lambda step: 1.0).learning_rate() == 0.1
 
 
-# ----------------------------------------------------------------------------------------- schedulers from elsewhere
-
-
 def train(model: nn.Module, optimizers: Optimizers, schedule: Any, steps: int) -> list[list[float]]:
     rates = []
     for step in range(steps):
@@ -228,7 +225,6 @@ def make_target(path: str, kwargs: dict[str, Any], option: Any = None) -> tuple[
 
 
 def sequential(optimizer: torch.optim.Optimizer) -> torch_schedulers.SequentialLR:
-    """Warm up, then fall at milestones: schedulers inside a scheduler."""
     constant = torch_schedulers.ConstantLR(optimizer, 0.5, 2)
     falls = torch_schedulers.MultiStepLR(optimizer, [2, 4], gamma=0.1)
     return torch_schedulers.SequentialLR(optimizer, [constant, falls], milestones=[2])

@@ -1,5 +1,4 @@
-"""``precision=auto``: what it stands for on a device, that a run says and keeps it, and who else reads it; and what any
-precision contradicts."""
+"""``precision=auto``: what it stands for on a device, who says and reads it; and what any precision contradicts."""
 
 from __future__ import annotations
 

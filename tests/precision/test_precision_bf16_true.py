@@ -1,4 +1,4 @@
-"""``precision=bf16_true``: parameters, gradients and moments in bf16 under every strategy; norms and losses in fp32."""
+"""``precision=bf16_true``: parameters, gradients and moments in bf16, norms and losses in fp32."""
 
 from __future__ import annotations
 
@@ -32,7 +32,6 @@ BASE = (
 
 
 def _full(*values: Any) -> list[Any]:
-    """Cases of ``scripts/test --full``."""
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.full) for value in values
     ]
@@ -46,12 +45,10 @@ PLACES = (
 
 @functools.cache
 def whole(layout: str, *more: str) -> Result:
-    """8 steps under ``layout``, with a checkpoint in the middle."""
     return train(LAYOUTS[layout], (*BASE, *more), scratch() / f"bf16-true-{whole.cache_info().misses}")
 
 
 def placed(layout: str) -> Result:
-    """With the global batch as the layout's ranks share it."""
     return whole(layout, *own(layout))
 
 
@@ -101,16 +98,13 @@ def test_one_device_is_a_plain_loop_in_bf16() -> None:
 
 @functools.cache
 def apart() -> dict[str, float]:
-    """How far one device is from itself when it adds up the same gradients in other orders: that is what bf16 allows.
-
-    Eight times the larger of two such distances, since the largest of some roundings varies by a small factor.
-    """
+    """What bf16 allows: 8 times as far as one device is from itself when it adds up gradients in two other orders."""
     distances = [distance(whole("single", f"per_device_train_batch_size={rows}")) for rows in (6, 4)]
     return {key: 8 * max(each[key] for each in distances) for key in distances[0]}
 
 
 def distance(found: Result) -> dict[str, float]:
-    """From the run of one device: relative ones of losses and norms, and of weights in parts of their change."""
+    """From the run of one device; of weights in parts of their change."""
     reference = placed("single")
     before, ours, theirs = reference.begin, found.tensors(), reference.tensors()
     moved = torch.cat([(theirs[name].double() - before[name].double()).flatten() for name in before])

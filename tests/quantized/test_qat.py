@@ -1,8 +1,4 @@
-"""``precision=qat``: what training rounds is what ``finalize --quantize`` stores; runs with it are in
-``test_rounded_training.py``.
-
-The reference is plain PyTorch with torchao's ``QATConfig(step="prepare")``.
-"""
+"""``precision=qat``: training rounds to what ``finalize --quantize`` stores, as torchao's QATConfig does."""
 
 from __future__ import annotations
 
@@ -43,36 +39,40 @@ def loss_and_gradients(model: nn.Module, autocast: Any = torch.enable_grad) -> t
     return share.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def base_config(recipe: str) -> Any:
-    from torchao.quantization import Int4WeightOnlyConfig, Int8DynamicActivationIntxWeightConfig, IntxWeightOnlyConfig
-    from torchao.quantization.granularity import PerAxis, PerGroup
-
-    if recipe == "int8-weight-only":
-        return IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
-    if recipe == "int4-weight-only":
-        return Int4WeightOnlyConfig(group_size=16)
-    return Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(16))
+def assert_rounded_alike(
+    found: nn.Module, reference: nn.Module, ours: Any = torch.enable_grad, theirs: Any = torch.enable_grad
+) -> None:
+    """And not as a model whose layers are plain."""
+    loss, gradients = loss_and_gradients(found, ours)
+    wanted, wanted_gradients = loss_and_gradients(reference, theirs)
+    plain, plain_gradients = loss_and_gradients(tiny.decoder(), theirs)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    assert loss != pytest.approx(plain, rel=1e-6)
+    assert not torch.equal(gradients["lm_head.weight"], plain_gradients["lm_head.weight"])
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, wanted_gradients[name], msg=name)
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "int8-dynamic-act-int8-weight"])
 def test_losses_and_gradients_are_torchaos(recipe: str) -> None:
-    from torchao.quantization import quantize_
+    from torchao import quantization
+    from torchao.quantization.granularity import PerAxis, PerGroup
     from torchao.quantization.qat import QATConfig
 
+    base = {
+        "int8-weight-only": quantization.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0)),
+        "int4-weight-only": quantization.Int4WeightOnlyConfig(group_size=16),
+        "int8-dynamic-act-int4-weight": quantization.Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=torch.int4, weight_granularity=PerGroup(16)
+        ),
+    }[recipe]
     reference, found = tiny.decoder(), tiny.decoder()
     linear = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
-    quantize_(reference, QATConfig(base_config(recipe), step="prepare"), lambda module, name: name in linear)
+    quantization.quantize_(reference, QATConfig(base, step="prepare"), lambda module, name: name in linear)
     done = converted(found, settings_for(recipe), CPU)
     assert set(done.converted) == linear
-
-    loss, gradients = loss_and_gradients(found)
-    wanted, wanted_gradients = loss_and_gradients(reference)
-    plain, _ = loss_and_gradients(tiny.decoder())
-    assert loss == pytest.approx(wanted, rel=1e-6)
-    assert loss != pytest.approx(plain, rel=1e-6)
-    assert gradients.keys() == wanted_gradients.keys()
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(gradient, wanted_gradients[name], msg=name)
+    assert_rounded_alike(found, reference)
 
 
 @pytest.mark.parametrize("recipe", [r for r in RECIPES if r != "int4-weight-only"])
@@ -80,12 +80,12 @@ def test_the_forward_is_that_of_the_stored_model(tmp_path: Path, recipe: str) ->
     settings, model = settings_for(recipe), tiny.decoder()
     tiny.pretrained(tmp_path, model)
     converted(model, settings, CPU)
-    quantize_directory(tmp_path, recipe, group_size=settings.group_size, exclude=settings.exclude, tables=False)  # type: ignore[arg-type]
+    quantize_directory(tmp_path, recipe, group_size=settings.group_size, exclude=settings.exclude, tables=False)
     stored = load_quantized(tmp_path, CPU)
     plain, tokens = tiny.decoder(), token_batch()["input_ids"]
     with torch.no_grad():
         for name in (name for name, module in model.named_modules() if type(module).__name__ == "FakeQuantizedLinear"):
-            x = torch.randn(4, 16, model.get_submodule(name).in_features)  # type: ignore[arg-type]
+            x = torch.randn(4, 16, model.get_submodule(name).in_features)
             torch.testing.assert_close(
                 stored.get_submodule(name)(x), model.get_submodule(name)(x), rtol=1e-5, atol=1e-5
             )
@@ -107,13 +107,13 @@ def test_groups_that_do_not_divide_a_row_leave_the_layer() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_plan_counts_what_rounding_keeps(tmp_path: Path, recipe: str) -> None:
     plain, rounded = (tiny.decoder(hidden_size=64, intermediate_size=160, head_dim=32) for _ in range(2))
-    converted(rounded, QATSettings(qat_recipe=recipe, group_size=32 if recipe in GROUP_SIZES else None), CPU)  # type: ignore[arg-type]
+    converted(rounded, QATSettings(qat_recipe=recipe, group_size=32 if recipe in GROUP_SIZES else None), CPU)
     configs = [
         tiny.config(tmp_path, *words) for words in ([], ["precision=qat", f"qat_recipe={recipe}", "warmup_steps=1"])
     ]
     sequences, layers = 8, 2
     planned = [
-        sequences * 16 * layers * activations_of(config, plain.settings).kept[0]  # type: ignore[union-attr]
+        sequences * 16 * layers * activations_of(config, plain.settings).kept[0]
         + half_copies(config, parameter_rows(plain, config))
         for config in configs
     ]

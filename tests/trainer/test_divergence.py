@@ -1,4 +1,4 @@
-"""Runs that diverge: what the detector sees, how a run is stopped, aborted or rolled back, and what a kill leaves."""
+"""Runs that diverge: what the detector sees, how a run is stopped or rolled back, and what a kill leaves."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ RUN = RunDir(Path("run"))
 
 
 def detector(action: str = "rollback", **changes: object) -> list[str]:
-    """Overrides that add one which acts upon the first value that is too high."""
     settings = {"threshold": 0.5, "patience": 1, "warmup": 1, "smoothing": 0.6, "action": action, **changes}
     return [f"+callbacks.divergence.{name}={value}" for name, value in settings.items()]
 
@@ -153,18 +152,9 @@ def test_settings_that_make_no_sense_are_named(words: list[str], message: str) -
     assert any(problem.startswith(message) for problem in caught.value.problems), caught.value.problems
 
 
-# ------------------------------------------------------------------------------- a rollback, under every strategy alike
-
 BATCH = 8
 SETTINGS = (*corpus(), "tokenizer=bytes", f"global_batch_size={BATCH}", "max_steps=24", "logging_steps=4",
             "save_steps=4", "save_total_limit=null", "callbacks.json={}")  # fmt: skip
-FAULTS = (*detector(), *SPIKE, *POISON)
-
-
-def sequences(numbers: list[int]) -> Tensor:
-    """The samples of these numbers in the training data of SETTINGS."""
-    data = load_data(composed_of(SETTINGS).data, seed=42).train
-    return torch.stack([data[number]["input_ids"] for number in numbers])
 
 
 def shares_of(layout: str, settings: tuple[str, ...], path: Path) -> list[Share]:
@@ -176,8 +166,7 @@ def shares_of(layout: str, settings: tuple[str, ...], path: Path) -> list[Share]
 
 @functools.cache
 def expected_losses() -> list[float]:
-    """Steps 1 to 24 without the faults: from step 8 on with the samples behind the first four steps that are to be
-    skipped, from step 16 on behind three more. Three runs on one device, told where to begin in the data."""
+    """Without the faults: three runs, of which the later begin behind the samples that are to be skipped."""
     single, root = LAYOUTS["single"], scratch() / "expected"
     first = train(single, (*SETTINGS, "+callbacks.probe.stop_after=8"), root / "1")
     seek = add("seek", "diverging.Seek", sample=12 * BATCH)
@@ -192,9 +181,9 @@ def expected_losses() -> list[float]:
 def test_a_run_goes_back_twice_and_ends_as_if_it_had_never_seen_the_skipped_samples(
     layout: str, tmp_path: Path
 ) -> None:
-    shares, run = shares_of(layout, (*SETTINGS, *FAULTS), tmp_path), RunDir(tmp_path)
-
-    order = Order(len(load_data(composed_of(SETTINGS).data, seed=42).train), 42, 0)
+    shares, run = shares_of(layout, (*SETTINGS, *detector(), *SPIKE, *POISON), tmp_path), RunDir(tmp_path)
+    data = load_data(composed_of(SETTINGS).data, seed=42).train
+    order = Order(len(data), 42, 0)
     first, second = read_rollbacks(run)
     assert (first.number, first.from_step, first.to_step) == (1, 12, 8)
     assert first.reason.startswith("loss diverged by step 12: ")
@@ -207,7 +196,8 @@ def test_a_run_goes_back_twice_and_ends_as_if_it_had_never_seen_the_skipped_samp
     by_data_rank = {share.data_rank: share for share in reversed(shares)}
     slices = [by_data_rank[rank].samples for rank in sorted(by_data_rank)]
     trained = [torch.cat(step) for step in zip(*slices, strict=True)]
-    assert torch.equal(torch.cat(trained), sequences(order[: 31 * BATCH])), "some samples were not trained on once"
+    samples = torch.stack([data[number]["input_ids"] for number in order[: 31 * BATCH]])
+    assert torch.equal(torch.cat(trained), samples), "some were not trained on once"
 
     losses = [sum(step) for step in zip(*(share.losses for share in shares), strict=True)]
     lasting = losses[:8] + losses[12:20] + losses[23:]
@@ -236,22 +226,18 @@ def test_what_only_the_last_norms_tell_takes_the_run_back_too(tmp_path: Path) ->
     assert all(math.isfinite(value) for value in newest.metrics.values())
 
 
-def voids_last_update(kind: str) -> TrainerCallback:
-    """Makes one weight or moment NaN after the last gradient norm was found finite."""
+@pytest.mark.parametrize("kind", ["weight", "moment"])
+@pytest.mark.parametrize("async_save", [True, False])
+def test_void_weights_and_moments_are_never_published(tmp_path: Path, kind: str, async_save: bool) -> None:
+    """One number of them, after the last gradient norm was found finite."""
 
     def void(state: Any, control: Any, trainer: Any, **kwargs: Any) -> None:
         if state.global_step + 1 == state.max_steps:
             tensors = trainer.model.state_dict() if kind == "weight" else trainer.optimizer.state_tensors()
             next(t for t in tensors.values() if t.ndim == 2)[-1, -1] = math.nan
 
-    return tiny.acts(on_optimizer_step=void)
-
-
-@pytest.mark.parametrize("kind", ["weight", "moment"])
-@pytest.mark.parametrize("async_save", [True, False])
-def test_void_weights_and_moments_are_never_published(tmp_path: Path, kind: str, async_save: bool) -> None:
     saves = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "async_save": async_save}
-    trainer = tiny.script(tmp_path, callbacks=[voids_last_update(kind)], **saves)
+    trainer = tiny.script(tmp_path, callbacks=[tiny.acts(on_optimizer_step=void)], **saves)
     with pytest.raises(DivergenceError, match=r"step 4: .*not finite; .*were not saved; forgather resume"):
         trainer.train()
     [kept] = list_checkpoints(RunDir(tmp_path))
@@ -266,24 +252,19 @@ def test_a_buffer_may_hold_infinities(tmp_path: Path) -> None:
 
 
 def test_after_max_rollbacks_the_run_is_stopped(tmp_path: Path) -> None:
-    again = add("spike", "diverging.Spike", at=8, times=9)
+    words = (*SETTINGS, *detector(max_rollbacks=2), *add("spike", "diverging.Spike", at=8, times=9))
     with pytest.raises(DivergenceError, match=r"step 12: .*; max_rollbacks=2 are used up; .* step-00000008: give it"):
-        shares_of("single", (*SETTINGS, *detector(max_rollbacks=2), *again), tmp_path)
+        shares_of("single", words, tmp_path)
     run = RunDir(tmp_path)
     assert [(each.number, each.to_step) for each in read_rollbacks(run)] == [(1, 8), (2, 4)]
-    config = composed_of((*SETTINGS, *detector(max_rollbacks=2), *again, *LAYOUTS["single"].overrides))
-    config = dataclasses.replace(config, output_dir=str(tmp_path), resume_from_checkpoint=True)
     with pytest.raises(DivergenceError, match="max_rollbacks=2 are used up"):  # over the life of the run
-        run_rank(config, tmp_path)
+        shares_of("single", (*words, "resume_from_checkpoint=true"), tmp_path)
     assert len(read_rollbacks(run)) == 2
 
-
-# ------------------------------------------------------------------------------------ real processes, kills, exit codes
 
 WORDS = [*SMALL, "trainer=single", "optimizer=adamw", "learning_rate=2e-3", "max_steps=24", "logging_steps=4",
          "save_steps=4"]  # fmt: skip
 """16 steps of 4 samples to an epoch; SMALL ends with the run directory."""
-NOTES = add("notes", "diverging.Notes")
 RESTARTED = ("trainer=ddp", "nproc_per_node=1", "max_restarts=2")
 """A rank of torchrun's; that all ranks end at one step, test_trainer_ranks asks."""
 
@@ -307,7 +288,7 @@ def recorded() -> bool:
 
 @pytest.mark.usefixtures("own_directory")
 def test_a_kill_right_after_the_rollback_repeats_neither_it_nor_the_skipped_samples() -> None:
-    with Process("train", *WORDS, *detector(), *SPIKE, *NOTES) as job:
+    with Process("train", *WORDS, *detector(), *SPIKE, *add("notes", "diverging.Notes")) as job:
         until = time.monotonic() + 120
         while not recorded() and job.process.poll() is None and time.monotonic() < until:
             time.sleep(0.0005)

@@ -1,4 +1,4 @@
-"""Runs of the encoder-decoder: layouts agree, a position goes on, and what is finalized is what transformers loads."""
+"""Runs of the encoder-decoder: layouts agree, a position goes on, and transformers loads what is finalized."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ SAVED = [*WORDS, *UL2, "eval_steps=2", "save_steps=2", "lr_scheduler=constant"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts, a run of 4 steps, one of 2, that goes on to 4, and what is finalized of it."""
     root = tmp_path_factory.mktemp("encoder-decoder")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)

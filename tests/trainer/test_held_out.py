@@ -1,4 +1,4 @@
-"""An evaluation that was asked for and has nothing to read is refused before the first step; else one line tells it."""
+"""An evaluation that was asked for and has nothing to read is refused; else one line tells it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""What breaks inside a user's part is said in one sentence: which part, its option file, when, and what was wrong; the
-traceback of the user's code stands below."""
+"""What breaks inside a user's part is said in one sentence, and the traceback of the user's code stands below."""
 
 from __future__ import annotations
 
@@ -57,7 +56,6 @@ def _there(folder: Path, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> I
 
 
 def words(part: str = "", fault: str = "", *more: str, trainer: str = "single") -> list[str]:
-    """Own model and data, the part with its fault."""
     chosen = {"model": "mine", "data": "mine", "optimizer": "adamw", "callbacks": "minimal", "trainer": trainer}
     chosen |= {part: "mine"} if part else {}
     setting = "callbacks.tell" if part == "callbacks" else part
@@ -74,7 +72,7 @@ def assert_told(text: str, part: str, *said: str, traceback: bool) -> None:
         assert each in message, message
     assert below.startswith("Traceback") == traceback, text
     if traceback:
-        assert re.search(r'File "(.+)"', below)[1] == users_parts.__file__  # type: ignore[index]
+        assert re.search(r'File "(.+)"', below)[1] == users_parts.__file__
 
 
 OOPS = "KeyError: 'oops in "
@@ -103,14 +101,13 @@ FAULTS: list[tuple[str, str, tuple[str, ...], bool]] = [
     ("lr_scheduler", "constructor", (OOPS, "made"), True),
     ("callbacks", "constructor", (OOPS, "made"), True),
 ]
-BY_COMMAND = [("model", "forward"), ("loss", "gradient"), ("callbacks", "constructor")]
 
 
 @pytest.mark.parametrize(("part", "fault", "said", "traceback"), FAULTS, ids=lambda value: str(value)[:20])
 def test_a_part_that_breaks_before_a_step_is_done(
     part: str, fault: str, said: tuple[str, ...], traceback: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if (part, fault) in BY_COMMAND:
+    if (part, fault) in [("model", "forward"), ("loss", "gradient"), ("callbacks", "constructor")]:  # by the command
         assert forgather("train", *words(part, fault)) == 2
         assert_told(capsys.readouterr().err, part, *said, traceback=traceback)
         return
@@ -163,7 +160,7 @@ def test_a_callback_that_breaks_in_an_event(capsys: pytest.CaptureFixture[str]) 
     assert forgather("train", *words("callbacks", "event")) == 1
     message, _, below = capsys.readouterr().err.partition("error: ")[2].partition("\n")
     assert message == f"callback tell (conf/callbacks/mine.yaml) failed in on_step_end: {OOPS}event'"
-    assert re.search(r'File "(.+)"', below)[1] == users_parts.__file__  # type: ignore[index]
+    assert re.search(r'File "(.+)"', below)[1] == users_parts.__file__
 
 
 def test_a_model_without_room_and_an_optimizer_without_a_rate(capsys: pytest.CaptureFixture[str]) -> None:

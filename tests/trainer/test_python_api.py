@@ -1,5 +1,4 @@
-"""``Trainer`` and ``TrainingArguments`` stand in for Hugging Face's in a simple script, with ``compute_metrics``; it
-leaves a run directory as ``forgather train`` does."""
+"""``Trainer`` and ``TrainingArguments`` stand in for Hugging Face's in a script, which leaves a run directory."""
 
 from __future__ import annotations
 
@@ -126,7 +125,6 @@ def test_save_model_writes_a_directory_that_transformers_loads(tmp_path: Path) -
 
 
 def trainer(path: Path, data: Any = None, **given: Any) -> Trainer:
-    """Of a small model that reads bytes."""
     settings = {"max_steps": 4, "per_device_train_batch_size": 4, "logging_steps": 1, "save_strategy": "steps"}
     settings |= {"processing_class": ByteTokenizer(), "disable_tqdm": False, **given}
     data, evaluated = data or tiny.RandomTokens(64, vocab=256), tiny.RandomTokens(8, vocab=256)
@@ -141,7 +139,7 @@ def test_the_commands_take_a_script_s_directory(tmp_path: Path, capsys: pytest.C
     assert [step for step, *_ in tiny.training_curve(run)] == [1, 2, 3, 4]
     saved = load_saved(run / "config.yaml")
     assert (saved.max_steps, saved.output_dir, getattr(saved.optimizer, "type", "")) == (4, str(run), "muon")
-    assert saved.model.path == "<forgather_cli.models.decoder.Decoder>"  # type: ignore[union-attr]
+    assert saved.model.path == "<forgather_cli.models.decoder.Decoder>"
 
     assert forgather("logs", "summary", "--json", str(run)) == 0
     told = json.loads(capsys.readouterr().out)
@@ -231,7 +229,6 @@ def test_construction_on_meta_device_and_cpu_gives_the_same_weights_on_a_cpu(tmp
 
 
 def measures(told: Any) -> dict[str, Any]:
-    """Of logits or of token ids, and of whatever else is there."""
     predictions, labels = told.predictions, told.label_ids
     ids = predictions.argmax(-1) if predictions.ndim == 3 else predictions
     counted = labels[:, 1:] != -100

@@ -1,5 +1,4 @@
-"""A run that is cut off and resumed equals an uninterrupted one bit by bit: losses, norms, weights, moments, data; and
-components of a user's own, under every strategy, which go to another layout as they are shared."""
+"""A run that is cut off and resumed equals an uninterrupted one bit by bit; and so do components of a user's own."""
 
 from __future__ import annotations
 
@@ -130,8 +129,6 @@ LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("t
 
 
 class Walk:
-    """A random walk of its own, of tensors and plain values."""
-
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.place, self.path = torch.zeros(3, dtype=torch.float64), [("start", b"\x00")]

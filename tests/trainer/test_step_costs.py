@@ -81,7 +81,7 @@ class _Methods(TorchFunctionMode):
 
 
 class Watch(TrainerCallback):
-    """Looks from the end of step 4 to that of step 5: what lies between steps and the fetch of the next one, too."""
+    """Looks from the end of step 4 to that of step 5, the fetch of the next one included."""
 
     newest: Watch
 
@@ -146,8 +146,7 @@ LATE = {"metrics.LateReader._pop": 1}
 """The gradient norm of two steps ago: on CUDA a copy in the host's memory, which has come by then."""
 COUNTED = {"collate.Counts.of": 4, "distributed.clip_grad_norm": 1}
 ON_THE_HOST = COUNTED | {"step_sync.Sum.read": 1, "parallelize.EvenMicrobatches.is_last": 1}
-"""Reads of what never was on the device: targets of the CPU's batches and their bytes, sums over the host's own group;
-and of what only a CPU reads: the norm that says whether there is something to clip."""
+"""Reads of what never was on the device, and of the norm, by which only a CPU asks whether there is much to clip."""
 
 
 def test_one_device_waits_for_nothing_in_a_step(tmp_path: Path) -> None:
@@ -173,8 +172,7 @@ def test_a_step_sends_what_the_mathematics_needs_and_waits_for_nothing(layout: s
 
 
 def test_the_way_from_the_command_to_the_model_is_short(tmp_path: Path) -> None:
-    """What a reader of the loop goes through (Python 3.11, where each comprehension is a call). A call more is a place
-    more that a reader has to go to."""
+    """Counted in Python 3.11, where each comprehension is a call. One more is a place more that a reader goes to."""
     words = (
         "train", "model=nano", "seq_len=64", "precision=fp32", "optimizer=muon", "eval_strategy=no", "save_strategy=no",
         "max_steps=26", f"output_dir={tmp_path / 'run'}", "device=cpu", "+callbacks.way._target_=step_calls.Way",
@@ -196,7 +194,7 @@ def test_the_way_from_the_command_to_the_model_is_short(tmp_path: Path) -> None:
 
 
 class Litter(TrainerCallback):
-    """Leaves more garbage in each step than the collector lets lie, and notes after which steps it is collected."""
+    """Leaves more garbage in each step than the collector lets lie, and notes when it is collected."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -315,7 +313,7 @@ class _VoidGradient(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient * float("nan")
 
 

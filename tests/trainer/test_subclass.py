@@ -1,5 +1,4 @@
-"""Subclasses of ``Trainer``: what they may override is called, beside plain PyTorch and Hugging Face's own Trainer; the
-rest is refused when the object is made."""
+"""Subclasses of ``Trainer``: what they may override is called, and the rest is refused when the object is made."""
 
 from __future__ import annotations
 
@@ -60,8 +59,8 @@ class Counted(Trainer):
 class Old(Trainer):
     """As it was written before transformers 4.46."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:  # type: ignore[override]
-        return Mean.compute_loss(self, model, inputs, return_outputs)  # type: ignore[arg-type]
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False) -> Any:
+        return Mean.compute_loss(self, model, inputs, return_outputs)
 
 
 FORMS: dict[str, type[Trainer]] = {"mean": Mean, "counted": Counted, "old": Old}
@@ -172,32 +171,32 @@ class Everything:
 
     logged: list[dict[str, float]]
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):  # type: ignore[no-untyped-def]
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss + 0.1 * outputs.logits.square().mean(-1).sum() / num_items_in_batch
         return (loss, outputs) if return_outputs else loss
 
-    def create_optimizer(self):  # type: ignore[no-untyped-def]
+    def create_optimizer(self):
         if self.optimizer is None:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps, optimizer=None):  # type: ignore[no-untyped-def]
+    def create_scheduler(self, num_training_steps, optimizer=None):
         if self.lr_scheduler is None:
             optimizer = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, num_training_steps)
         return self.lr_scheduler
 
-    def get_train_dataloader(self):  # type: ignore[no-untyped-def]
+    def get_train_dataloader(self):
         return DataLoader(self.train_dataset, batch_size=2)
 
-    def get_eval_dataloader(self, eval_dataset=None):  # type: ignore[no-untyped-def]
+    def get_eval_dataloader(self, eval_dataset=None):
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         return DataLoader([{**row, "labels": row["input_ids"]} for row in data], batch_size=4)
 
-    def log(self, logs, start_time=None):  # type: ignore[no-untyped-def]
+    def log(self, logs, start_time=None):
         logs["mine"] = 1.0
-        super().log(logs, start_time)  # type: ignore[misc]
+        super().log(logs, start_time)
         self.logged.append(dict(logs))
 
 
@@ -378,7 +377,7 @@ def test_what_is_no_loss_is_said(answer: Any, tmp_path: Path) -> None:
 def test_a_metric_of_compute_loss_is_logged_with_the_others(tmp_path: Path) -> None:
     class Auxiliary(Mean):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            self.log({"auxiliary": torch.tensor(2.0)})  # type: ignore[dict-item]
+            self.log({"auxiliary": torch.tensor(2.0)})
             return super().compute_loss(*args, **kwargs)
 
     trainer = made(Auxiliary, tmp_path, max_steps=2, per_device_train_batch_size=8, disable_tqdm=False)

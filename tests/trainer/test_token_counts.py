@@ -1,5 +1,4 @@
-"""``tokens`` are what is not padding and ``targets`` what the loss counts, in logs, evaluations and at the end;
-``bits_per_byte`` is over the bytes of text that the targets stand for.
+"""``tokens`` are what is not padding, ``targets`` what the loss counts, and ``bits_per_byte`` is over their bytes.
 
 What is expected is counted from the texts: a byte is a token, and each document ends with one more.
 """
@@ -15,7 +14,6 @@ import torch
 from chats import write_lines
 from program import forgather
 from tokenizers import Tokenizer
-from torch import Tensor
 
 TEXTS = ["a" * 7, "bc" * 9, "defg" * 3, "h" * 30, "ij" * 4, "k"]
 TALKS = [("two and two", "four"), ("the sky", "blue and wide"), ("a" * 20, "b")]
@@ -43,8 +41,7 @@ def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 WHOLE = sum(len(text) + 1 for text in TEXTS)
 ASKED, SAID = (sum(map(len, each)) for each in zip(*TALKS, strict=True))
-READ = [f"data.{name}=[texts.jsonl]" for name in ("files", "eval_files")]
-TEXT = ["data=text", *READ, f"data.seq_len={SEQ_LEN}"]
+TEXT = ["data=text", "data.files=[texts.jsonl]", "data.eval_files=[texts.jsonl]", f"data.seq_len={SEQ_LEN}"]
 CHATS = [f"data.{name}=[chats.jsonl]" for name in ("files", "eval_files")]
 PAIRS = ["data=seq2seq", *(f"data.{name}=[pairs.jsonl]" for name in ("files", "eval_files"))]
 ENCODER_DECODER = [
@@ -119,20 +116,14 @@ def test_the_last_row_of_an_evaluation_is_counted_as_far_as_it_is_filled() -> No
     assert (evaluated["eval_tokens"], evaluated["eval_targets"]) == (WHOLE, WHOLE - rows - 1)
 
 
-class Masked(tiny.RandomTokens):
-    """As a collator of Hugging Face leaves them: a mask says what is padding."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        return {**sample, "attention_mask": (torch.arange(16) < self.lengths[index]).long()}
-
-
 def test_of_a_users_batches_the_mask_says_what_is_padding(tmp_path: Path) -> None:
-    data = Masked(8, ragged=True)
+    rows = tiny.RandomTokens(8, ragged=True)
+    masks = (torch.arange(16) < rows.lengths[:, None]).long()  # as a collator of Hugging Face leaves them
+    data = [{**row, "attention_mask": mask} for row, mask in zip(rows, masks, strict=True)]
     settings = {"max_steps": 1, "per_device_train_batch_size": 8, "eval_strategy": "steps", "eval_steps": 1}
     trainer = tiny.script(tmp_path / "run", None, data, data, **settings)
     trainer.train()
-    tokens = int(data.lengths.sum())
+    tokens = int(rows.lengths.sum())
     first = next(each for each in trainer.state.log_history if "tokens" in each)
     assert (first["tokens"], first["targets"]) == (tokens, tokens - 8)
     assert trainer.state.num_input_tokens_seen == tokens

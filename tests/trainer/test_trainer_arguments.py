@@ -1,5 +1,4 @@
-"""What a Trainer from Python is refused for, in a sentence before training: what a script gives in the wrong place, of
-the wrong kind or twice; and that its arguments are what they say: against plain PyTorch."""
+"""What a Trainer from Python is refused for, in a sentence before training; and what its arguments do."""
 
 from __future__ import annotations
 
@@ -52,19 +51,19 @@ def refusal(changes: dict[str, Any] | None = None, **given: Any) -> list[str]:
 
 
 MISPLACED: list[tuple[Callable[[], Any], str]] = [
-    (lambda: TrainingArguments({"max_steps": 2}), r"output_dir: .*TrainingArguments\(\*\*"),  # type: ignore[arg-type]
-    (lambda: TrainingArguments(5), "output_dir: .*int"),  # type: ignore[arg-type]
+    (lambda: TrainingArguments({"max_steps": 2}), r"output_dir: .*TrainingArguments\(\*\*"),
+    (lambda: TrainingArguments(5), "output_dir: .*int"),
     (lambda: TrainingArguments("out", 5), "TrainingArguments: .*output_dir.*by name"),
-    (lambda: Trainer(arguments(), tiny.decoder()), "model: got a TrainingArguments.*model="),  # type: ignore[arg-type]
-    (lambda: Trainer("nano", arguments()), r"model: got a str.*nn\.Module.*compose"),  # type: ignore[arg-type]
-    (lambda: Trainer({"model": "nano"}, arguments()), r"model: got a dict.*nn\.Module"),  # type: ignore[arg-type]
-    (lambda: Trainer(nn.Linear, arguments()), "model: got the class Linear.*model_init"),  # type: ignore[arg-type]
+    (lambda: Trainer(arguments(), tiny.decoder()), "model: got a TrainingArguments.*model="),
+    (lambda: Trainer("nano", arguments()), r"model: got a str.*nn\.Module.*compose"),
+    (lambda: Trainer({"model": "nano"}, arguments()), r"model: got a dict.*nn\.Module"),
+    (lambda: Trainer(nn.Linear, arguments()), "model: got the class Linear.*model_init"),
     (lambda: Trainer(None, arguments(), model_init=tiny.decoder()), "model_init: got a Decoder.*model="),
-    (lambda: Trainer(tiny.decoder(), "out"), r"args: got a str.*TrainingArguments\("),  # type: ignore[arg-type]
-    (lambda: Trainer(tiny.decoder(), DATA), "args: got a RandomTokens.*TrainingArguments"),  # type: ignore[arg-type]
-    (lambda: Trainer(tiny.decoder(), transformers.TrainingArguments("theirs")),  # type: ignore[arg-type]
+    (lambda: Trainer(tiny.decoder(), "out"), r"args: got a str.*TrainingArguments\("),
+    (lambda: Trainer(tiny.decoder(), DATA), "args: got a RandomTokens.*TrainingArguments"),
+    (lambda: Trainer(tiny.decoder(), transformers.TrainingArguments("theirs")),
      "args: .*transformers.*from forgather_cli"),
-    (lambda: Trainer(tiny.decoder(), arguments(), DATA), "data_collator: got a RandomTokens.*train_dataset="),  # type: ignore[arg-type]
+    (lambda: Trainer(tiny.decoder(), arguments(), DATA), "data_collator: got a RandomTokens.*train_dataset="),
     (lambda: Trainer(tiny.decoder(), arguments(), None, DATA, None, None, None, len), "Trainer: .*model_init.*by name"),
     (lambda: made(tokenizer=object()), "tokenizer: .*processing_class"),
     (lambda: made(compute_loss_func=len), r"compute_loss_func: .*loss_fn"),
@@ -89,7 +88,7 @@ MISPLACED: list[tuple[Callable[[], Any], str]] = [
     (lambda: TrainingArguments("out", trainer="fsdp"), "trainer.*ddp.*fsdp2"),
     (lambda: TrainingArguments("out", trainer={"type": "pipeline", "n_microbatch": 3}), r"trainer\.n_microbatch"),
     (lambda: TrainingArguments("out", learning_rte=1e-3), "learning_rate"),
-    (lambda: TrainingArguments("out", max_steps="many"), "max_steps.*'many'"),  # type: ignore[arg-type]
+    (lambda: TrainingArguments("out", max_steps="many"), "max_steps.*'many'"),
 ]  # fmt: skip
 
 
@@ -105,17 +104,6 @@ def test_the_defaults_of_hugging_face_s_trainer_are_accepted() -> None:
     assert str(TrainingArguments(Path("somewhere")).output_dir) == "somewhere"
 
 
-class Labelled(torch.utils.data.Dataset[dict[str, Tensor]]):
-    def __init__(self, labels: Any, name: str = "labels") -> None:
-        self._labels, self._name = labels, name
-
-    def __len__(self) -> int:
-        return 32
-
-    def __getitem__(self, n: int) -> dict[str, Any]:
-        return {"input_ids": DATA.tokens[n], self._name: self._labels}
-
-
 LABELS = {
     "of the sequence": (1, r"\(8,\)"),
     "of the sequence, in a column": (torch.tensor([1]), r"\(8, 1\)"),
@@ -129,7 +117,8 @@ LABELS = {
 def test_labels_that_are_not_per_token_are_said_at_the_first_batch(labels: Any, got: str) -> None:
     begun: list[int] = []
     notes = tiny.acts(on_step_begin=lambda state, *_, **kwargs: begun.append(state.global_step))
-    for data in (Labelled(labels), tiny.stream(Labelled(labels, "label"))):
+    rows, others = ([{"input_ids": row, name: labels} for row in DATA.tokens] for name in ("labels", "label"))
+    for data in (rows, tiny.stream(others)):
         with pytest.raises(DataError, match=rf"train_dataset: labels .*{got}.*(expected|must)") as refused:
             made(train_dataset=data, callbacks=[notes]).train()
         assert "\n" not in str(refused.value)
@@ -155,7 +144,6 @@ def test_a_strategy_of_several_ranks_in_a_process_that_nobody_started_as_one(
 
 
 def with_strategy(rank_and_size: list[tuple[int, int]]) -> str:
-    """What is said of a strategy of the user's, which tells (data_rank, data_size) by rank."""
     given = build_strategy(TrainingArguments("x", use_cpu=True))
     rank = int(os.environ["RANK"])
     given.data_rank, given.data_size = rank_and_size[rank]
@@ -193,8 +181,6 @@ def test_two_trainers_of_one_process_do_not_write_one_directory() -> None:
     made({"overwrite_output_dir": True}).train()  # it was given back
 
 
-# ------------------------------------------------------------------------------------------------- rules of a recipe
-
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"fuse_optim_with_backward": True}, ("fuse_optim_with_backward", "max_grad_norm=1", "max_grad_norm=None")),
     ({"fuse_optim_with_backward": True, "max_grad_norm": None, "gradient_accumulation_steps": 2},
@@ -220,6 +206,8 @@ def test_what_a_recipe_is_refused_for_a_script_is_too(arguments: dict[str, Any],
 
 def test_a_given_strategy_is_asked_what_it_can() -> None:
     cannot = build_strategy(TrainingArguments("x", use_cpu=True))
+    [problem] = refusal({"fp16": True}, strategy=cannot)
+    assert problem.startswith("precision: fp16 scales the loss, which the given strategy does not")
     cannot.supports_fp16 = cannot.supports_compile = cannot.supports_optimizer_in_backward = False
     [problem] = refusal({"fuse_optim_with_backward": True, "max_grad_norm": None}, strategy=cannot)
     assert "fuse_optim_with_backward" in problem
@@ -251,7 +239,6 @@ def test_rules_of_several_ranks_and_a_checkpointing_function_gets_a_stage_after_
 
 
 def on_two_ranks() -> tuple[list[list[str]], list[int]]:
-    """What is refused, and how many layers a checkpointing function got."""
     layers: list[int] = []
     made(
         {"gradient_checkpointing": True, "trainer": "pipeline"},
@@ -290,9 +277,6 @@ def test_arguments_that_exclude_each_other() -> None:
         assert any(problem.startswith(name) for problem in problems), (arguments, given, problems)
 
 
-# ------------------------------------------------------------------------------------------- optimizers and schedulers
-
-
 ONE = [tiny.RandomTokens(1, ragged=True)[0]] * 24  # one sample, so that the order is no matter
 
 
@@ -319,7 +303,7 @@ def trained(path: Path | str, **given: Any) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in full.items()}
 
 
-def by_hand(factor: Callable[[int], float]) -> dict[str, Tensor]:
+def by_hand(factor: Callable[[int], float] = lambda step: 1 - step / 3) -> dict[str, Tensor]:
     """Three steps of plain SGD: norms at 0.05 without decay, the rest at 0.2 with 0.5."""
     model = tiny.decoder()
     tokens, labels = (ONE[0][key][None] for key in ("input_ids", "labels"))
@@ -331,10 +315,6 @@ def by_hand(factor: Callable[[int], float]) -> dict[str, Tensor]:
                 p -= lr * factor(step) * (p.grad + decay * p)
                 p.grad = None
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-def linear(step: int) -> float:
-    return 1 - step / 3
 
 
 def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -364,7 +344,7 @@ def test_groups_are_in_effect_with_every_way_to_give_an_optimizer(tmp_path: Path
         "object": ({}, {"optimizers": (sgd(model.parameters()), None)}),
     }[way]
     weights = trained(tmp_path, **arguments, model=model, optimizer_groups=GROUPS[groups], **given)
-    assert_close(weights, by_hand(linear))
+    assert_close(weights, by_hand())
 
 
 def test_weight_decay_reaches_an_optimizer_class_without_norms_and_biases(tmp_path: Path) -> None:
@@ -409,7 +389,7 @@ def test_a_function_of_the_user_s_checkpoints_activations(tmp_path: Path, return
 
     def recompute(model: nn.Module) -> nn.Module | None:
         for layer in model.get_submodule("model.layers").children():
-            layer.forward = partial(count, layer.forward)  # type: ignore[method-assign]
+            layer.forward = partial(count, layer.forward)
         return model if returns else None
 
     def count(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -438,6 +418,6 @@ def fused_on_two_ranks(path: str) -> dict[str, Tensor]:
 
 def test_the_optimizer_in_the_backward_on_two_ranks(tmp_path: Path) -> None:
     for weights in run_ranks(2, fused_on_two_ranks, str(tmp_path)):
-        assert_close(weights, by_hand(linear))
+        assert_close(weights, by_hand())
     ended = read_exit_record(RunDir(tmp_path))
     assert (ended.code, ended.step) == (0, 3)

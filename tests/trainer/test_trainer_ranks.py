@@ -1,5 +1,4 @@
-"""The Trainer on several real ranks: what they agree on, what they count, save and write together; the text of
-``Trainer.generate``, which takes none of training's random numbers."""
+"""The Trainer on several real ranks: what they agree on, what they count, save and write together."""
 
 from __future__ import annotations
 
@@ -32,7 +31,6 @@ LAYOUTS = {"ddp": ("trainer=ddp",), "fsdp2": ("trainer=fsdp2",), "pipeline": ("t
 
 
 def trained(root: str, *overrides: str) -> dict[str, Any]:
-    """A whole run in this rank; what it came to."""
     ranks = "nproc_per_node=2" if dist.is_initialized() else "seed=42"
     trainer = tiny.train(tiny.config(Path(root), ranks, *overrides), RunDir(Path(root)))
     return {
@@ -74,8 +72,7 @@ def test_ranks_count_and_log_together_what_one_rank_does(layout: str, tmp_path: 
 
 
 def recomputing(root: str, *overrides: str) -> tuple[list[str], list[float]]:
-    """The layers of this rank that recompute their activations in a run, and the gradient norms of its steps. Under
-    anomaly mode, which changes no number either."""
+    """(this rank's layers that recompute, gradient norms), under anomaly mode, which changes no number either."""
     run = Path(root)
     more = ("gradient_checkpointing=true", "gradient_checkpointing_every=2", "detect_anomaly=true", "nproc_per_node=2")
     trainer = tiny.train(tiny.config(run, *EVERY, *more, *overrides), RunDir(run))
@@ -136,7 +133,6 @@ def test_ranks_that_train_by_themselves_resume_with_their_own_moments(tmp_path: 
 
 
 def measured(root: str) -> dict[str, Any]:
-    """Metrics of an evaluation, what ``compute_metrics`` was given for them, and what is predicted; saves the model."""
     told: list[Any] = []
 
     def measures(prediction: Any) -> dict[str, float]:
@@ -176,9 +172,6 @@ def test_evaluate_predict_and_save_model_on_two_ranks_are_those_of_one(tmp_path:
             np.testing.assert_allclose(mine, expected, atol=1e-6)
     weights = [(tmp_path / run / "saved" / "model.safetensors").read_bytes() for run in ("one", "two")]
     assert weights[0] == weights[1]
-
-
-# ------------------------------------------------------------------------------------------------------- the step sync
 
 
 def agreed() -> list[Any]:
@@ -238,8 +231,6 @@ class DamagesTheLast(TrainerCallback):
 
 
 class AccuracyOfRank0(TrainerCallback):
-    """Adds a metric on rank 0 alone, at some steps."""
-
     def __init__(self, by_step: dict[int, float]) -> None:
         self.by_step = by_step
 
@@ -249,7 +240,6 @@ class AccuracyOfRank0(TrainerCallback):
 
 
 def compares(root: str, callback: TrainerCallback, *settings: str) -> dict[str, Any]:
-    """What a run that evaluates every second step came to."""
     config = tiny.config(Path(root), "trainer=ddp", "nproc_per_node=2", "eval_steps=2", *settings)
     data, refused = tiny.RandomTokens(8), ""
     trainer = Trainer(model_init=tiny.decoder, args=config, train_dataset=data, eval_dataset=data, callbacks=[callback])
@@ -350,7 +340,6 @@ def written(root: str, *overrides: str) -> dict[str, Any]:
 
 
 def greedy(model: Any, row: list[int], count: int) -> list[int]:
-    """The likeliest token of the whole sequence, again and again, until the end token."""
     model.eval()
     ids = list(row)
     for _ in range(count):
