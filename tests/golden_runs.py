@@ -58,8 +58,6 @@ class Notes(TrainerCallback):
         self.state = state
 
 
-# ------------------------------------------------------------------------------------------------------------ the cases
-
 _BASE = (
     f"max_steps={MAX_STEPS}", f"save_steps={STOPPED}", "deterministic=true", "global_batch_size=8", "logging_steps=1",
     "learning_rate=5e-3", "warmup_steps=3", "max_grad_norm=0.5", "eval_steps=8", "max_eval_samples=6",
@@ -120,8 +118,6 @@ CASES: dict[str, tuple[str, ...]] = {
     "DualPipeV": (*_pipeline("DualPipeV"), *_TEXT, _LETTERS, *_GROUPS),
 }  # fmt: skip
 
-
-# ------------------------------------------------------------------------------------------------------- making of them
 
 _KEPT = ("config.yaml", "origin.yaml", "metrics.jsonl", "checkpoints")
 """What of a run is stored. Without ``exit.json`` it is one that was cut off."""

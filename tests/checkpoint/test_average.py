@@ -50,9 +50,6 @@ def bf16_directory(name: str, seed: int, max_bytes: int = 1 << 40) -> dict[str, 
     return {key: value.clone() for key, value in model.state_dict().items()}
 
 
-# -------------------------------------------------------------------------------------------------------------- average
-
-
 def test_the_mean_of_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = [str(path) for path in checkpoints(run)]
     assert document(capsys, "checkpoint", "average", *names, "-o", "out") == {"path": "out", "sources": names}
@@ -142,8 +139,6 @@ def contents(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
-# ------------------------------------------------------------------------------------------------- at the end of a run
-
 SMALL = [
     "model=nano", "data=synthetic", "data.seq_len=16", "global_batch_size=2", "eval_strategy=no", "save_steps=1",
     "callbacks=minimal", "device=cpu",
@@ -208,9 +203,6 @@ def test_a_run_ends_with_the_mean_of_its_last_checkpoints(
 def test_averages_that_cannot_be(words: list[str], told: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     message = refusal(capsys, "train", *SMALL, *words)
     assert all(each in message for each in told)
-
-
-# ----------------------------------------------------------------------------------------------------------------- edit
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,6 @@ from forgather_cli.checkpoint.components import Component, Sharing
 from forgather_cli.checkpoint.load import Reader, restore_components
 from forgather_cli.errors import CheckpointError
 
-# ------------------------------------------------------------------------------------------------------------- damage
-
 
 def test_any_changed_byte_in_any_file_is_found(tmp_path: Path) -> None:
     path = saving.saved_run(tmp_path, 5).checkpoint(5)
@@ -47,9 +45,6 @@ def test_missing_and_truncated_files_are_found_by_size(tmp_path: Path, level: An
     assert "model/empty.txt is missing" in message
     assert "model/model.safetensors has " in message
     reader.verify("none")
-
-
-# --------------------------------------------------------------------------------------------------------- foreign
 
 
 def test_foreign_directories_are_said_to_be(tmp_path: Path) -> None:
@@ -91,9 +86,6 @@ def test_a_manifest_that_makes_no_sense_is_damage_and_fields_of_a_later_one_are_
     saving.sign(path, {**document, "files": files})
     with pytest.raises(CheckpointError, match=r"manifest\.json: is damaged"):
         Reader(path)
-
-
-# ------------------------------------------------------------------------------------------------------------- reading
 
 
 def test_rows_are_read_without_the_rest_and_what_is_gone_is_named(tmp_path: Path) -> None:

@@ -41,9 +41,6 @@ def alike(results: list[Any]) -> Any:
     return results[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- layouts
-
-
 def layouts(seed: int, num_ranks: int, full: dict[str, Tensor]) -> list[Layout]:
     """What each rank holds: tensors whole, or cut at random rows; pieces that are empty, or that several ranks hold;
     and now and then a rank that holds nothing at all.
@@ -307,9 +304,6 @@ def test_what_one_rank_cannot_save_no_rank_saves(tmp_path: Path) -> None:
     assert RunDir(tmp_path).checkpoint_steps() == [5]
 
 
-# -------------------------------------------------------------------------------- publication while training goes on
-
-
 def train_and_save(root: str) -> tuple[list[tuple[int, str]], list[int]]:
     """A loop as the trainer's: ranks agree each step on whether all are done, then all tell what was published."""
     saver, told = saving.checkpointer(Path(root), async_save=True, save_total_limit=2), []
@@ -351,9 +345,6 @@ def test_closing_asks_nobody(tmp_path: Path) -> None:
     slow, impatient = run_ranks(2, left_by_an_error, str(tmp_path))
     assert impatient < slow / 2
     saving.assert_content(Reader(RunDir(tmp_path).checkpoint(1)), 1)
-
-
-# ------------------------------------------------------------------------------------------------------------- loading
 
 
 def loaded(root: str, level: Any, step: int | None = None) -> tuple[int | str | None, list[str], int]:
@@ -412,9 +403,6 @@ def test_errors_of_loading_are_equal_on_all_ranks_also_of_one_that_is_named(tmp_
     assert "state.json is missing (found by rank" in message
     (run.checkpoint(2) / "manifest.json").write_text('{"format": "forgather-checkpoint", "format_version": 7}')
     assert "upgrade forgather" in found(2, tmp_path)
-
-
-# ---------------------------------------------------------------------------------------------------------- components
 
 
 def shared_components(num_nodes: int) -> list[Component]:

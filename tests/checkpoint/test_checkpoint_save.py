@@ -26,8 +26,6 @@ from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.run_dir import RunDir
 
-# -------------------------------------------------------------------------------------------------------------- bytes
-
 
 def test_the_manifest_names_every_file_with_its_plain_sha256(tmp_path: Path) -> None:
     path = saving.saved_run(tmp_path, 5).checkpoint(5)
@@ -83,9 +81,6 @@ def test_rows_that_nobody_or_two_ranks_hold_are_errors() -> None:
         plan([[Piece(spec, 0, 6)], [Piece(TensorSpec("w", "BF16", (6, 2)), 0, 6)]], "m")
 
 
-# -------------------------------------------------------------------------------------------------------- asynchronous
-
-
 def test_an_asynchronous_save_stores_the_state_of_its_step(tmp_path: Path) -> None:
     """save returns while the writer is held up; what training does then is not in the checkpoint."""
     saver = saving.checkpointer(tmp_path, async_save=True)
@@ -118,9 +113,6 @@ def test_a_save_in_flight_survives_the_end_of_the_interpreter(tmp_path: Path) ->
     with Process(str(tmp_path), code=code, cold=True) as job:
         assert (job.finish(), job.output) == (3, "")
     saving.assert_content(Reader(RunDir(tmp_path).checkpoint(7)), 7)
-
-
-# ------------------------------------------------------------------------------------------------------------ failures
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -228,9 +220,6 @@ def test_the_same_step_of_another_config_in_better_health_or_damaged_is_written_
     Reader(path).verify()
     saving.assert_content(Reader(path), 4)
     assert saving.debris(saver.run) == []
-
-
-# ------------------------------------------------------------------------------------------------------------- at start
 
 
 def test_trial_refuses_a_state_that_cannot_be_stored_and_leaves_the_run_directory_unused(tmp_path: Path) -> None:

@@ -33,8 +33,6 @@ SCRIPTS = Path(__file__).parents[2] / "scripts" / "crash"
 IMPORTABLE = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
 TWO_RANKS = [layout.name for layout in LAYOUTS if layout.ranks == 2]
 
-# ----------------------------------------------------------------------------------------------------- a short campaign
-
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -237,9 +235,6 @@ def test_the_cores_of_a_busy_campaign_are_taken_until_it_ends_in_whatever_way() 
     while any(map(is_running, pids)) and time.monotonic() < until:
         time.sleep(0.02)
     assert not any(map(is_running, pids))
-
-
-# ------------------------------------------------------------------------------------------------------ what is drawn
 
 
 def test_a_seed_is_a_trial_and_many_seeds_are_all_there_is() -> None:

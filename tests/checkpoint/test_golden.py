@@ -109,9 +109,6 @@ def test_chats_that_today_s_rules_read_otherwise_are_refused_with_the_remedy(
     assert not list(run.checkpoints.glob("*7*")), "nothing is trained"
 
 
-# ------------------------------------------------------------------------------------------------------------ going on
-
-
 def copied(name: str, path: Path) -> RunDir:
     shutil.copytree(GOLDEN / name, path, ignore=shutil.ignore_patterns("expected.*"))
     return RunDir(path)
@@ -145,9 +142,6 @@ def data_paths(name: str, path: Path) -> list[str]:
     if "/" in data["tokenizer"]:
         found.append(f"data.tokenizer={json.dumps(str(GOLDEN / data['tokenizer']))}")
     return [*found, f"data.cache_dir={json.dumps(str(path / 'cache'))}"] if data["cache_dir"] else found
-
-
-# ----------------------------------------------------------------------------------------------------- what is compared
 
 
 def settings_of(name: str) -> dict[str, Any]:

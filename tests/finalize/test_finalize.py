@@ -58,9 +58,6 @@ def reference(source: Path) -> torch.Tensor:
     return logits(load_source(source, device="cpu").model)
 
 
-# ------------------------------------------------------------------------------------------------- what comes out of it
-
-
 def test_from_a_checkpoint_of_two_ranks(tmp_path: Path) -> None:
     source = tmp_path / "run"
     run_ranks(2, finalized.train, source, "trainer=pipeline", "n_microbatches=2", "max_steps=1")
@@ -193,9 +190,6 @@ def test_a_sharded_bf16_source_keeps_its_dtype_and_its_chat_template() -> None:
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in weights(Path("model")).items())
 
 
-# ------------------------------------------------------------------------------------------------------------ the proof
-
-
 def test_a_result_that_is_another_model_is_no_proof(run: Path, finished: Path) -> None:
     shutil.copytree(finished, "model")
     found = locate(run)
@@ -231,9 +225,6 @@ def test_without_transformers_our_own_reader_loads_it(run: Path, monkeypatch: py
     report = finalize(run, Path("model"), FinalizeOptions())
     assert report["proof"]["loaded_through"].startswith("Forgather's own reader")
     assert report["proof"]["max_logit_difference"] == 0.0
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,8 +84,6 @@ def trained(strategy: FullyShard, plan: Slices) -> dict[str, Any]:
     return run.result()
 
 
-# ------------------------------------------------------------------------------------------------------- one result
-
 TIED = {"tie_word_embeddings": True}
 ODD: dict[str, Any] = {
     "vocab_size": 65,
@@ -154,9 +152,6 @@ def step_without_targets(plan: Slices) -> tuple[float, float, bool]:
 
 def test_a_step_without_targets_has_no_gradient() -> None:
     assert run_ranks(2, step_without_targets, even(2, 2)) == [(0.0, 0.0, True)] * 2
-
-
-# ------------------------------------------------------------------------------------------------- models of the user's
 
 
 class Net(nn.Module):
@@ -241,9 +236,6 @@ def test_what_cannot_be_sharded_is_said_by_name() -> None:
     assert copies == "replicate: 2 ranks cannot be divided into 3 copies of the model; set it to a divisor of 2"
 
 
-# ------------------------------------------------------------------------------------------- evaluation and generation
-
-
 def written(logits: Any, prompts: Tensor, real: Tensor) -> Tensor:
     """Greedily, and by beams."""
     return torch.cat([
@@ -297,9 +289,6 @@ def test_evaluation_and_generation_see_the_weights_of_the_moment(settings: dict[
         optimizer.zero_grad()
 
 
-# ------------------------------------------------------------------------------------------------------------ precision
-
-
 def in_bf16(loss: Any, settings: dict[str, Any]) -> dict[str, Any]:
     case = Case(even(2, 2), settings, TIED, loss, bf16=True)
     strategy = case.strategy()
@@ -341,9 +330,6 @@ def bf16_net() -> float:
 
 def test_hidden_states_in_fp32_enter_blocks_in_bf16() -> None:
     assert sum(run_ranks(2, bf16_net)) == pytest.approx(mean_loss(net(0, False), global_batch(0)).item(), rel=1e-2)
-
-
-# ------------------------------------------------------------------------------------------------ optimizer in backward
 
 
 def fused(option: Any, fuse: bool, replicate: int) -> tuple[list[float], dict[str, Tensor], bool]:
@@ -399,8 +385,6 @@ def test_a_trainer_with_the_optimizer_in_the_backward(tmp_path: Path) -> None:
             assert len(expected) == 4
         close(ours, weights, 1e-5)
 
-
-# --------------------------------------------------------------------------------------------------------------- memory
 
 LARGE = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12}
 
@@ -460,9 +444,6 @@ def test_a_rank_holds_its_share_and_never_a_whole_model(tmp_path: Path, source: 
         assert found["peak of one device"] > 1.0
 
 
-# ----------------------------------------------------------------------------------------------------------- pretrained
-
-
 def loaded(directory: Path, model: dict[str, Any]) -> dict[str, Tensor]:
     strategy = FullyShard(CPU, LinearCrossEntropy())
     strategy.materialize(ModelSpec(lambda: on_meta(**model), init=lambda part: load_pretrained(part, directory)))
@@ -486,9 +467,6 @@ def constructed(offload: bool) -> dict[str, Tensor]:
 def test_a_model_built_with_memory_gets_the_same_weights(offload: bool) -> None:
     for found in run_ranks(4, constructed, offload):
         close(found, dict(tiny.decoder(0, **ODD).named_parameters()), 0.0)
-
-
-# ---------------------------------------------------------------------------------------------------------- one process
 
 
 @pytest.fixture

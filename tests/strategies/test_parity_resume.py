@@ -48,9 +48,6 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-# -------------------------------------------------------------------------------------------------- another layout
-
-
 def _pairs() -> list[object]:
     """Every ordered pair; a circle is always run, so that each layout writes and reads."""
     places = {name: place for place, name in enumerate(CROSS)}
@@ -93,8 +90,6 @@ def test_the_number_of_ranks_may_change_at_every_resume(tmp_path: Path, chain: s
     assert_near(losses, whole.losses, "loss")
     assert_parity(found, whole)
 
-
-# ------------------------------------------------------------------------------------------------------ the same layout
 
 EXACT = ("single", "ddp 3", "fsdp2 2", *(f"{schedule} 2" for schedule in SCHEDULES), "1F1B 2x2")
 OPTIMIZERS = {
