@@ -77,7 +77,6 @@ def named(strategy: FullyShard) -> dict[str, Any]:
 
 
 def trained(strategy: FullyShard, plan: Slices) -> dict[str, Any]:
-    """A few AdamW steps on this rank, and what they were."""
     run = Run(strategy, named(strategy), lr=1e-3)
     for step in range(3):
         run.step(step, plan)
@@ -236,24 +235,23 @@ def test_what_cannot_be_sharded_is_said_by_name() -> None:
     assert copies == "replicate: 2 ranks cannot be divided into 3 copies of the model; set it to a divisor of 2"
 
 
-def written(logits: Any, prompts: Tensor, real: Tensor) -> Tensor:
+def written(logits: Any) -> Tensor:
     """Greedily, and by beams."""
+    prompts, real = torch.tensor([[5, 6, 7], [0, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
     return torch.cat([
         generate(logits, prompts, real, max_new_tokens=6, do_sample=False, num_beams=beams) for beams in (1, 3)
     ])  # fmt: skip
 
 
 def evaluated(settings: dict[str, Any]) -> dict[str, Any]:
-    """Training steps with evaluations between them."""
     case = Case(even(2, 1), settings, TIED)
     strategy = case.strategy()
     optimizer = torch.optim.SGD(strategy.parts[0].parameters(), lr=0.5)
-    prompts, real = torch.tensor([[5, 6, 7], [0, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
     losses, tokens, logits = [], [], []
     for step in range(3):
         shares = strategy.loss(cut(global_batch(9), case.plan[strategy.data_rank][0]))
         losses.append([float(share) for share in shares])
-        tokens.append(written(strategy.logits, prompts, real))
+        tokens.append(written(strategy.logits))
         logits.append(strategy.logits(cut(global_batch(9), slice(0, 2))))
         assert all(isinstance(p, DTensor) for p in strategy.parts[0].parameters())
         batch = global_batch(step)
@@ -269,7 +267,6 @@ def test_evaluation_and_generation_see_the_weights_of_the_moment(settings: dict[
     ranks = run_ranks(2, evaluated, settings)
     model = tiny.decoder(**TIED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    prompts, real = torch.tensor([[5, 6, 7], [0, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
 
     def plain(batch: Batch, last_only: bool, cache: Any) -> Tensor:
         return model(**batch, last_only=last_only, cache=cache)
@@ -282,7 +279,7 @@ def test_evaluation_and_generation_see_the_weights_of_the_moment(settings: dict[
             assert sums[0] / sums[1] == pytest.approx(mean_loss(model, held_out).item(), rel=1e-6)
             expected = model(held_out["input_ids"][:2])
         for rank in ranks:
-            assert torch.equal(rank["tokens"][step], written(plain, prompts, real))
+            assert torch.equal(rank["tokens"][step], written(plain))
             torch.testing.assert_close(rank["logits"][step], expected, rtol=0, atol=1e-5)
         mean_loss(model, global_batch(step)).backward()
         optimizer.step()
@@ -366,7 +363,6 @@ def test_the_optimizer_in_the_backward_equals_the_ordinary_one(option: Any, rank
 
 
 def script(folder: str, sharded: bool) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """What a user of the Trainer would run."""
     trainer = tiny.script(
         folder, None, tiny.RandomTokens(ragged=True), max_steps=4, logging_steps=1, fuse_optim_with_backward=True,
         max_grad_norm=None, per_device_train_batch_size=4 if sharded else 8,

@@ -143,7 +143,6 @@ def batch(rows: int, *, length: int = T, ragged: bool = False, documents: bool =
 
 
 def stepped(case: Case) -> dict[str, Any]:
-    """One step of a pipeline on this rank: gradients, norm and weights of its stages."""
     pipeline = case.strategy()
     share = pipeline.forward_backward(iter(case.slice_of(pipeline.data_rank)), case.targets)
     named = {n: p for part in pipeline.parts for n, p in part.named_parameters() if p.requires_grad}
