@@ -51,8 +51,6 @@ def void(
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """What a command says, of the files here by their relative names. A traceback is never among it."""
-
     def said(*words: str, code: int = 2) -> str:
         done = printed(capsys, *words)
         assert done.code == code, done
