@@ -33,9 +33,7 @@ pytestmark = pytest.mark.usefixtures("own_directory")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("average") / "run"
-    finalized.train(path, "save_total_limit=5")
-    return path
+    return finalized.train(tmp_path_factory.mktemp("average") / "run", "save_total_limit=5")
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -131,7 +129,6 @@ def test_what_cannot_be_averaged(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def no_space(*args: Any) -> Any:
-    """Writing on a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -208,8 +205,7 @@ def test_averages_that_cannot_be(words: list[str], told: list[str], capsys: pyte
 @pytest.fixture(scope="module")
 def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps whose last checkpoint has been edited."""
-    path = tmp_path_factory.mktemp("edit") / "run"
-    finalized.train(path, "max_steps=4", "logging_steps=1")
+    path = finalized.train(tmp_path_factory.mktemp("edit") / "run", "max_steps=4", "logging_steps=1")
     words = ["learning_rate=3e-4", "betas=[0.5,0.6]", "weight_decay=0.25", "lr_scheduler=constant"]
     assert forgather("checkpoint", "edit", str(path), *words) == 0
     return path

@@ -42,9 +42,7 @@ NEW = ["<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("finalize") / "run"
-    finalized.train(path)
-    return path
+    return finalized.train(tmp_path_factory.mktemp("finalize") / "run")
 
 
 @pytest.fixture(scope="module")
