@@ -104,8 +104,6 @@ class Shell:
         for program in self._programs:
             program.kill()
 
-    # ------------------------------------------------------------------------------------------- a thread per command
-
     def _serve(self) -> None:
         with contextlib.suppress(OSError):
             while True:

@@ -47,14 +47,15 @@ def memorize(model: nn.Module, text: str, steps: int = 40) -> nn.Module:
     return model
 
 
-def train(path: Path, *overrides: str, model: Target | None = None) -> None:
-    """Collective. A run of 6 steps, saved and evaluated every 2, with its config.yaml."""
+def train(path: Path, *overrides: str, model: Target | None = None) -> Path:
+    """Collective. In ``path`` a run of 6 steps, saved and evaluated every 2, with its config.yaml."""
     settings = ["max_steps=6", "save_steps=2", "eval_steps=2", "learning_rate=1e-2", "warmup_steps=1", "device=cpu"]
     made = config(path, *settings, "async_save=false", "callbacks.progress=null", *overrides)
     made = made if model is None else replace(made, model=model)
     path.mkdir(parents=True, exist_ok=True)
     write_whole(RunDir(path).config, dump_tree(to_tree(made)))  # each rank does, and reads it
     tiny.train(made, RunDir(path))
+    return path
 
 
 def theirs(directory: Path, **settings: Any) -> Any:

@@ -211,9 +211,6 @@ def _show(command: list[str], environment: list[str]) -> None:
                 ctypes.memmove(begin, content.ljust(end - begin, b"\0"), end - begin)
 
 
-# ------------------------------------------------------------------------------------------------- ranks of a launcher
-
-
 def _start_ranks_by_forks() -> None:
     """Have torch's elastic agent in this process, a launcher, start ranks by forks of what this process is now, and a
     sweep its jobs.

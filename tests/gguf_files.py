@@ -33,7 +33,7 @@ TEXTS = [BUILT_IN, "def f(x):\n    return x ** 2\n" * 3, "it's 1234567 o'clock, 
 Change = Callable[[Contents], Contents]
 
 
-def byte_level(directory: Path, pattern: str = LLAMA3, *, ignore_merges: bool = False, bos: bool = False) -> None:
+def byte_level(directory: Path, pattern: str = LLAMA3, *, ignore_merges: bool = False, bos: bool = False) -> Path:
     """A byte-level BPE that splits by a pattern, as Llama 3's and Qwen's."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -45,10 +45,10 @@ def byte_level(directory: Path, pattern: str = LLAMA3, *, ignore_merges: bool = 
         vocab_size=400, show_progress=False, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet())
     )
     tokenizer.train_from_iterator(TEXTS, trainer)
-    _finish(tokenizer, directory, SPECIAL, bos=bos)
+    return _finish(tokenizer, directory, SPECIAL, bos=bos)
 
 
-def sentencepiece(directory: Path, kind: str) -> None:
+def sentencepiece(directory: Path, kind: str) -> Path:
     """``bpe``, as Llama 2's, or ``unigram``, as T5's."""
     special = ["<unk>", "<s>", "</s>"]
     if kind == "bpe":
@@ -68,10 +68,10 @@ def sentencepiece(directory: Path, kind: str) -> None:
     tokenizer = Tokenizer.from_str(json.dumps(document))  # trained with splitting, used as SentencePiece's are
     tokenizer.pre_tokenizer = None
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    _finish(tokenizer, directory, special[1:], bos=True)
+    return _finish(tokenizer, directory, special[1:], bos=True)
 
 
-def _finish(tokenizer: Tokenizer, directory: Path, special: list[str], *, bos: bool) -> None:
+def _finish(tokenizer: Tokenizer, directory: Path, special: list[str], *, bos: bool) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.add_special_tokens(special)
     if bos:
@@ -80,6 +80,7 @@ def _finish(tokenizer: Tokenizer, directory: Path, special: list[str], *, bos: b
     tokenizer.save(str(directory / "tokenizer.json"))
     names = f'{{"bos_token": "{special[0]}", "eos_token": "{special[1]}"}}'
     (directory / "tokenizer_config.json").write_text(names)
+    return directory
 
 
 def edit_tokenizer(directory: Path, edit: Callable[[Any], None]) -> None:
@@ -141,9 +142,8 @@ class _Shifted:
 
 def rope_base(contents: Contents) -> Contents:
     model = contents.architecture
-    key = f"{model.name}.rope.freq_base"
-    wrong = 10000.0 if model.metadata[key] != 10000.0 else 500000.0
-    return replace(contents, architecture=replace(model, metadata={**model.metadata, key: wrong}))
+    is_usual = model.metadata[f"{model.name}.rope.freq_base"] == 10000.0
+    return other_value("rope.freq_base", 500000.0 if is_usual else 10000.0)(contents)
 
 
 def other_value(key: str, value: float) -> Change:

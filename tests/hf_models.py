@@ -48,7 +48,6 @@ def train(
 
 
 def newest_model(run: Path) -> Path:
-    """The model directory of a run's newest checkpoint."""
     return RunDir(run).checkpoint(RunDir(run).checkpoint_steps()[-1]) / "model"
 
 

@@ -32,5 +32,4 @@ def make_run(root: Path, losses: list[float], overrides: tuple[str, ...] = (), *
 
 
 def write_records(root: Path, records: list[dict[str, Any]]) -> None:
-    """What a run has logged."""
     (root / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

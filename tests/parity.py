@@ -269,7 +269,11 @@ def assert_parity(found: Result, reference: Result) -> None:
     for name in reference.begin:
         apart = (ours[name] - theirs[name]).abs() - WEIGHT * theirs[name].abs()
         assert apart.max() <= WEIGHT, f"{name}: up to {apart.max():.2e} apart"
-    assert_same_tokens(found, reference)
+    prompt = reference.tokens.shape[1] - len(reference.gaps)
+    for row in range(len(reference.tokens)):  # up to the first token that was a close choice
+        close = (n for n, gaps in enumerate(reference.gaps) if gaps[row] <= TOKEN_GAP)
+        stop = prompt + next(close, len(reference.gaps))
+        assert torch.equal(found.tokens[row, :stop], reference.tokens[row, :stop])
 
 
 def assert_update_within(share: float, found: Result, reference: Result, step: int) -> None:
@@ -300,12 +304,3 @@ def assert_near(found: list[float], reference: list[float], what: str) -> None:
     assert found
     for step, (ours, theirs) in enumerate(zip(found, reference[len(reference) - len(found) :], strict=True), 1):
         assert abs(ours - theirs) <= LOSS * abs(theirs), f"{what} {step} of {len(found)}: {ours!r}, not {theirs!r}"
-
-
-def assert_same_tokens(found: Result, reference: Result) -> None:
-    """Each row up to the first token that was a close choice."""
-    prompt = reference.tokens.shape[1] - len(reference.gaps)
-    for row in range(len(reference.tokens)):
-        close = (n for n, gaps in enumerate(reference.gaps) if gaps[row] <= TOKEN_GAP)
-        stop = prompt + next(close, len(reference.gaps))
-        assert torch.equal(found.tokens[row, :stop], reference.tokens[row, :stop])

@@ -73,7 +73,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def write(path: Path | str, text: str) -> Path:
-    """A file of the user's, with its folder."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)

@@ -49,7 +49,6 @@ class RankError(AssertionError):
 
     @property
     def first(self) -> BaseException:
-        """The first rank's exception."""
         return next(iter(self.causes.values()))
 
 

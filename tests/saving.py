@@ -167,15 +167,12 @@ def full_disk(limit: int) -> Iterator[None]:
 
 
 def damage(path: Path, change: Callable[[bytearray], Any]) -> None:
-    """Change the bytes of a file in place."""
     content = bytearray(path.read_bytes())
     content = change(content) or content
     path.write_bytes(content)
 
 
 def flip(position: int) -> Callable[[bytearray], None]:
-    """The change of one bit."""
-
     def change(content: bytearray) -> None:
         content[position] ^= 0x10
 

@@ -162,7 +162,6 @@ def train(settings: Config, run_dir: RunDir, rank: RankContext | None = None) ->
 
 
 def metrics(run: Path | str, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
-    """All records of a run's file."""
     return [json.loads(line) for line in Path(run, file).read_text().splitlines()]
 
 

@@ -33,7 +33,6 @@ WATCHED = fault("step-nothing")
 
 
 def acted(job: Process, number: int = 0) -> None:
-    """Wait until the fault of that number is there."""
     job.until(Path(f"acted-{number}").exists)
 
 
@@ -88,10 +87,8 @@ def nobody_left(ranks: int = 2) -> bool:
 
 
 def ended() -> ExitRecord:
-    """How the run ended, by its ``exit.json``."""
     return read_exit_record(RUN)
 
 
 def recorded_steps(run: RunDir = RUN) -> list[int]:
-    """Steps with a loss in metrics.jsonl."""
     return [record["step"] for record in metrics(run.root) if "loss" in record]

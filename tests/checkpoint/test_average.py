@@ -33,9 +33,7 @@ pytestmark = pytest.mark.usefixtures("own_directory")
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("average") / "run"
-    finalized.train(path, "save_total_limit=5")
-    return path
+    return finalized.train(tmp_path_factory.mktemp("average") / "run", "save_total_limit=5")
 
 
 def checkpoints(run: Path) -> list[Path]:
@@ -48,9 +46,6 @@ def bf16_directory(name: str, seed: int, max_bytes: int = 1 << 40) -> dict[str, 
     write_model_directory(Path(name), dict(model.state_dict()), max_bytes=max_bytes)
     write_model_files(model, ByteTokenizer(), Path(name))
     return {key: value.clone() for key, value in model.state_dict().items()}
-
-
-# -------------------------------------------------------------------------------------------------------------- average
 
 
 def test_the_mean_of_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,15 +129,12 @@ def test_what_cannot_be_averaged(run: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def no_space(*args: Any) -> Any:
-    """Writing on a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def contents(directory: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
-
-# ------------------------------------------------------------------------------------------------- at the end of a run
 
 SMALL = [
     "model=nano", "data=synthetic", "data.seq_len=16", "global_batch_size=2", "eval_strategy=no", "save_steps=1",
@@ -210,14 +202,10 @@ def test_averages_that_cannot_be(words: list[str], told: list[str], capsys: pyte
     assert all(each in message for each in told)
 
 
-# ----------------------------------------------------------------------------------------------------------------- edit
-
-
 @pytest.fixture(scope="module")
 def edited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 4 steps whose last checkpoint has been edited."""
-    path = tmp_path_factory.mktemp("edit") / "run"
-    finalized.train(path, "max_steps=4", "logging_steps=1")
+    path = finalized.train(tmp_path_factory.mktemp("edit") / "run", "max_steps=4", "logging_steps=1")
     words = ["learning_rate=3e-4", "betas=[0.5,0.6]", "weight_decay=0.25", "lr_scheduler=constant"]
     assert forgather("checkpoint", "edit", str(path), *words) == 0
     return path

@@ -41,9 +41,6 @@ def alike(results: list[Any]) -> Any:
     return results[0]
 
 
-# ------------------------------------------------------------------------------------------------------------- layouts
-
-
 def layouts(seed: int, num_ranks: int, full: dict[str, Tensor]) -> list[Layout]:
     """What each rank holds: tensors whole, or cut at random rows; pieces that are empty, or that several ranks hold;
     and now and then a rank that holds nothing at all.
@@ -71,7 +68,6 @@ def rows_in(layout: Layout, full: dict[str, Tensor]) -> dict[str, LocalShard]:
 
 
 def save_and_read_elsewhere(root: str, seeds: list[int]) -> None:
-    """Save step ``seed`` in one layout and read it in another, each rank its rows."""
     rank, size = dist.get_rank(), dist.get_world_size()
     saver = saving.checkpointer(Path(root), max_shard_bytes=5000, async_save=True)
     for seed in seeds:
@@ -120,9 +116,6 @@ def bytes_written(root: str) -> int:
 def test_replicas_write_a_part_each(tmp_path: Path) -> None:
     for written in run_ranks(3, bytes_written, str(tmp_path)):
         assert written == pytest.approx(4 << 20, rel=0.05)
-
-
-# --------------------------------------------------------------------------------------------------------- replication
 
 
 def flipped_on(rank: int, tensor: Tensor) -> Tensor:
@@ -180,9 +173,6 @@ def test_what_must_be_equal_is_compared(level: str, tmp_path: Path) -> None:
     assert told == [*expected, "True"]
     assert steps == str([n for n, answer in enumerate(told, 1) if answer == "True"])
     assert debris == "[]"
-
-
-# ------------------------------------------------------------------------------------------------------------ failures
 
 
 def after(root: str, what: str) -> tuple[list[Any], list[str], list[int], bool]:
@@ -307,9 +297,6 @@ def test_what_one_rank_cannot_save_no_rank_saves(tmp_path: Path) -> None:
     assert RunDir(tmp_path).checkpoint_steps() == [5]
 
 
-# -------------------------------------------------------------------------------- publication while training goes on
-
-
 def train_and_save(root: str) -> tuple[list[tuple[int, str]], list[int]]:
     """A loop as the trainer's: ranks agree each step on whether all are done, then all tell what was published."""
     saver, told = saving.checkpointer(Path(root), async_save=True, save_total_limit=2), []
@@ -353,9 +340,6 @@ def test_closing_asks_nobody(tmp_path: Path) -> None:
     saving.assert_content(Reader(RunDir(tmp_path).checkpoint(1)), 1)
 
 
-# ------------------------------------------------------------------------------------------------------------- loading
-
-
 def loaded(root: str, level: Any, step: int | None = None) -> tuple[int | str | None, list[str], int]:
     """(step or error, warnings, bytes read) of the newest valid one, or of the one that is named"""
     run, group, before = RunDir(Path(root)), cpu_group(), saving.io_bytes("rchar")
@@ -369,7 +353,6 @@ def loaded(root: str, level: Any, step: int | None = None) -> tuple[int | str | 
 
 
 def found(num_ranks: int, root: Path, *step: int) -> Any:
-    """What all ranks load, or the error that all have."""
     return alike([step_or_error for step_or_error, *_ in run_ranks(num_ranks, loaded, str(root), "full", *step)])
 
 
@@ -414,11 +397,7 @@ def test_errors_of_loading_are_equal_on_all_ranks_also_of_one_that_is_named(tmp_
     assert "upgrade forgather" in found(2, tmp_path)
 
 
-# ---------------------------------------------------------------------------------------------------------- components
-
-
 def shared_components(num_nodes: int) -> list[Component]:
-    """Of this rank: its own state, its group's, by the node that the launcher names, and everybody's."""
     rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["GROUP_RANK"] = str(rank * num_nodes // size)
     group = f"data{rank % 2}"

@@ -26,11 +26,10 @@ from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.errors import CheckpointError, SetupError
 from forgather_cli.run_dir import RunDir
 
-# -------------------------------------------------------------------------------------------------------------- bytes
 
-
-def test_the_manifest_names_every_file_with_its_plain_sha256(tmp_path: Path) -> None:
-    path = saving.saved_run(tmp_path, 5).checkpoint(5)
+def test_the_manifest_names_every_file_with_its_sha256_and_infinite_metrics(tmp_path: Path) -> None:
+    metrics = {"loss": 2.0, "eval_perplexity": float("inf")}
+    path = saving.saved_run(tmp_path, 5, metrics=metrics).checkpoint(5)
     manifest = read_manifest(path)
     on_disk = {p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file()}
     assert set(manifest.files) == on_disk - {"manifest.json"}
@@ -40,12 +39,12 @@ def test_the_manifest_names_every_file_with_its_plain_sha256(tmp_path: Path) -> 
         sha256 = hashlib.sha256(content).hexdigest()
         assert entry.size == len(content)
         assert entry.ranges == (((0, len(content), sha256),) if content else ())
-    document = json.loads((path / "manifest.json").read_text())
+    document = json.loads((path / "manifest.json").read_text(), parse_constant=pytest.fail)
     assert (document["format"], document["format_version"], document["step"]) == ("forgather-checkpoint", 1, 5)
     assert (manifest.strategy, manifest.world_size, manifest.config_fingerprint) == ("single", 1, "f1")
     assert manifest.versions["torch"] == torch.__version__
     assert manifest.versions["forgather"] == __version__
-    assert manifest.metrics == {"loss": 2.0}
+    assert manifest.metrics == metrics
     assert manifest.info == {"epoch": 0.5}
 
 
@@ -71,23 +70,15 @@ def test_write_model_directory_is_what_save_writes_which_needs_no_optimizer(tmp_
     assert written == (path / "model" / "model.safetensors").read_bytes()
 
 
-def test_rows_that_nobody_or_two_ranks_hold_are_errors() -> None:
+def test_rows_at_the_end_that_nobody_holds_and_other_dtypes_are_errors() -> None:
     spec = TensorSpec("w", "F32", (6, 2))
-    with pytest.raises(CheckpointError, match="w: rows 2 to 4 are held by no rank"):
-        plan([[Piece(spec, 0, 2)], [Piece(spec, 4, 2)]], "m")
-    with pytest.raises(CheckpointError, match="w: rows 3 to 4 are held in pieces that overlap"):
-        plan([[Piece(spec, 0, 4)], [Piece(spec, 3, 3)]], "m")
     with pytest.raises(CheckpointError, match=r"w: 4 rows are held, its shape is \[6, 2\]"):
         plan([[Piece(spec, 0, 4)], []], "m")
     with pytest.raises(CheckpointError, match="ranks disagree"):
         plan([[Piece(spec, 0, 6)], [Piece(TensorSpec("w", "BF16", (6, 2)), 0, 6)]], "m")
 
 
-# -------------------------------------------------------------------------------------------------------- asynchronous
-
-
 def test_an_asynchronous_save_stores_the_state_of_its_step(tmp_path: Path) -> None:
-    """save returns while the writer is held up; what training does then is not in the checkpoint."""
     saver = saving.checkpointer(tmp_path, async_save=True)
     weights, release = saving.tensors(1), threading.Event()
 
@@ -120,9 +111,6 @@ def test_a_save_in_flight_survives_the_end_of_the_interpreter(tmp_path: Path) ->
     saving.assert_content(Reader(RunDir(tmp_path).checkpoint(7)), 7)
 
 
-# ------------------------------------------------------------------------------------------------------------ failures
-
-
 @pytest.mark.parametrize("async_save", [False, True])
 def test_a_full_disk_is_an_error_in_the_log_and_the_checkpoint_before_stands(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, async_save: bool
@@ -149,14 +137,8 @@ def test_a_full_disk_is_an_error_in_the_log_and_the_checkpoint_before_stands(
     ("changes", "told"),
     [
         ({"write_model_files": saving.failing(OSError(28, "No space left on device"))}, "No space left on device"),
-        ({"write_model_files": saving.failing(ValueError("tokenizer is broken"))}, "tokenizer is broken"),
-        ({"metrics": {"loss": float("nan")}}, "loss is nan"),
         ({"metrics": {"loss": 1.0, "grad_norm": float("inf")}}, "grad_norm is inf"),
         ({"model": {"w": LocalShard(torch.zeros(2, dtype=torch.complex128))}}, "w: cannot store torch.complex128"),
-        (
-            {"components": [Component("data", Box({"seen": {1}}), Sharing.GLOBAL)]},
-            "data.state['seen']: cannot store a value of type set",
-        ),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -182,12 +164,6 @@ def test_a_writer_that_hangs_is_left_to_itself_and_never_publishes(
     writer.join(30)
     assert saver.run.checkpoint_steps() == []
     assert saving.debris(saver.run) == []
-
-
-def test_other_metrics_may_be_non_finite(tmp_path: Path) -> None:
-    path = saving.saved_run(tmp_path, 1, metrics={"eval_perplexity": float("inf")}).checkpoint(1)
-    json.loads((path / "manifest.json").read_text(), parse_constant=pytest.fail)
-    assert Reader(path).manifest.metrics == {"eval_perplexity": float("inf")}
 
 
 def identity(path: Path) -> tuple[int, int]:
@@ -228,9 +204,6 @@ def test_the_same_step_of_another_config_in_better_health_or_damaged_is_written_
     Reader(path).verify()
     saving.assert_content(Reader(path), 4)
     assert saving.debris(saver.run) == []
-
-
-# ------------------------------------------------------------------------------------------------------------- at start
 
 
 def test_trial_refuses_a_state_that_cannot_be_stored_and_leaves_the_run_directory_unused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from crash_check import Before, after_end, after_kill, checkpoint, compare, reco
 from crash_draw import LAYOUTS, MAX_STEPS, STOPS, Instant, Kill, Plan, draw
 from crash_job import MARK, Job, Watch, is_running
 from forks import Program
-from program import Process
+from program import Process, nobody_runs
 
 from forgather_cli.data.loaders.workers import Workers, worker_loader
 from forgather_cli.errors import SetupError
@@ -32,8 +32,6 @@ from forgather_cli.launch.signals import watch_stop_signals
 SCRIPTS = Path(__file__).parents[2] / "scripts" / "crash"
 IMPORTABLE = {**os.environ, "PYTHONPATH": str(SCRIPTS)}
 TWO_RANKS = [layout.name for layout in LAYOUTS if layout.ranks == 2]
-
-# ----------------------------------------------------------------------------------------------------- a short campaign
 
 
 @pytest.fixture(scope="module")
@@ -74,9 +72,6 @@ def test_killed_runs_resume_to_the_last_bit_and_nothing_is_left(report: Report) 
     assert report.kills, report
 
 
-# ------------------------------------------------------------------------------------------- what a campaign reports
-
-
 @pytest.fixture
 def whole(report: Report, work: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A copy of an uninterrupted run, and the run itself."""
@@ -103,13 +98,6 @@ def edit_manifest(run: Path) -> None:
     manifest = json.loads(path.read_text())
     manifest["files"]["model/model.safetensors"]["ranges"][0][2] = "0" * 64
     path.write_text(json.dumps(manifest))
-
-
-def flip_a_bit(run: Path) -> None:
-    path = checkpoint(run, MAX_STEPS) / "model" / "model.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
 
 
 def drop_line(run: Path, key: str) -> None:
@@ -146,7 +134,7 @@ def test_another_layout_has_its_tolerance_and_no_more(whole: tuple[Path, Path], 
 
 def test_a_damaged_checkpoint_leftovers_and_a_wrong_outcome_are_reported(whole: tuple[Path, Path]) -> None:
     run, _ = whole
-    flip_a_bit(run)
+    saving.damage(checkpoint(run, MAX_STEPS) / "model" / "model.safetensors", saving.flip(-1))
     (run / "checkpoints" / ".tmp-step-00000030-1.0").mkdir()
     (run / "exit.json").write_text('{"code": 1}')
     found = " ".join(after_end(run))
@@ -233,13 +221,7 @@ def test_the_cores_of_a_busy_campaign_are_taken_until_it_ends_in_whatever_way() 
         assert all(map(is_running, pids))
         campaign_process.kill()
         campaign_process.wait()
-    until = time.monotonic() + 10
-    while any(map(is_running, pids)) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not any(map(is_running, pids))
-
-
-# ------------------------------------------------------------------------------------------------------ what is drawn
+    assert nobody_runs(pids, 10)
 
 
 def test_a_seed_is_a_trial_and_many_seeds_are_all_there_is() -> None:
@@ -278,9 +260,6 @@ def test_a_save_is_seen_as_it_happens(watch: Watch, tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     assert list(watch.events(1.0)) == ["record"]
     assert list(watch.events(0.0)) == []
-
-
-# ---------------------------------------------------------------------------------------------- what a crash may tear
 
 
 @pytest.mark.parametrize("context", ["fork", "forkserver"])

@@ -105,9 +105,6 @@ def test_a_scan_sees_the_numbers_that_a_piece_of_the_file_holds_whole(tmp_path: 
             assert list(scan.found) == ([changed] if is_whole else [])
 
 
-# ---------------------------------------------------------------------------------------------------------------- plans
-
-
 def whole(*specs: TensorSpec) -> list[Piece]:
     return [Piece(spec, 0, spec.num_rows) for spec in specs]
 

@@ -20,7 +20,6 @@ from processors import pretend
 from program import forgather
 from ranks import run_ranks
 from safetensors.torch import load_file
-from torch import Tensor
 
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.config.load import reload_config
@@ -109,9 +108,6 @@ def test_chats_that_today_s_rules_read_otherwise_are_refused_with_the_remedy(
     assert not list(run.checkpoints.glob("*7*")), "nothing is trained"
 
 
-# ------------------------------------------------------------------------------------------------------------ going on
-
-
 def copied(name: str, path: Path) -> RunDir:
     shutil.copytree(GOLDEN / name, path, ignore=shutil.ignore_patterns("expected.*"))
     return RunDir(path)
@@ -145,9 +141,6 @@ def data_paths(name: str, path: Path) -> list[str]:
     if "/" in data["tokenizer"]:
         found.append(f"data.tokenizer={json.dumps(str(GOLDEN / data['tokenizer']))}")
     return [*found, f"data.cache_dir={json.dumps(str(path / 'cache'))}"] if data["cache_dir"] else found
-
-
-# ----------------------------------------------------------------------------------------------------- what is compared
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -190,14 +183,10 @@ def assert_losses(found: list[dict[str, Any]], expected: list[dict[str, Any]], n
     assert_near(found, [{key: value for key, value in record.items() if key in keys} for record in expected], near)
 
 
-def weights_of(file: Path) -> dict[str, Tensor]:
-    return dict(load_file(file))
-
-
 def assert_weights(run: RunDir, name: str, near: float) -> None:
     """Relative and absolute, after the last step."""
     weights = checkpoint_tensors(run, MAX_STEPS)
-    for key, expected in weights_of(GOLDEN / name / "expected.safetensors").items():
+    for key, expected in load_file(GOLDEN / name / "expected.safetensors").items():
         apart = (weights[key] - expected).abs() - near * expected.abs()
         assert apart.max() <= near, f"{key}: up to {apart.max():.2e} apart"
 
@@ -205,8 +194,8 @@ def assert_weights(run: RunDir, name: str, near: float) -> None:
 def share_of_update(run: RunDir, name: str) -> float:
     """How far the final weights are apart, of how far training has moved them since the checkpoint."""
     golden = GOLDEN / name
-    before = weights_of(golden / f"checkpoints/step-{STOPPED:08d}/model/model.safetensors")
-    after, found = weights_of(golden / "expected.safetensors"), checkpoint_tensors(run, MAX_STEPS)
+    before = load_file(golden / f"checkpoints/step-{STOPPED:08d}/model/model.safetensors")
+    after, found = load_file(golden / "expected.safetensors"), checkpoint_tensors(run, MAX_STEPS)
     apart = sum(float((found[key] - after[key]).square().sum()) for key in after)
     return math.sqrt(apart / sum(float((after[key] - before[key]).square().sum()) for key in after))
 

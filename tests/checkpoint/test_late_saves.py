@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import tiny
 import torch.distributed as dist
+from crash_campaign import busy_cores
 from forks import fork
 from ranks import run_ranks
 
@@ -81,27 +81,13 @@ def lags_of_an_ordinary_user(folder: str) -> None:
     Path("lags.json").write_text(json.dumps(lags("run")))
 
 
-def compute() -> None:
-    while True:
-        pass
-
-
-@pytest.fixture
-def busy_cores() -> Iterator[None]:
-    others = [fork(compute) for _ in range(os.cpu_count() or 1)]
-    yield
-    for other in others:
-        other.kill()
-        other.join()
-
-
-@pytest.mark.usefixtures("busy_cores")
 def test_on_a_busy_machine_a_late_save_is_finished_while_training_waits() -> None:
     folder = tempfile.mkdtemp(dir="/tmp")  # pytest's own are closed to others
     try:
         os.chown(folder, NOBODY if os.getuid() == 0 else -1, -1)
-        child = fork(lags_of_an_ordinary_user, folder)
-        child.join(120)
+        with busy_cores():
+            child = fork(lags_of_an_ordinary_user, folder)
+            child.join(120)
         assert child.exitcode == 0
         ahead = json.loads(Path(folder, "lags.json").read_text())
         assert RunDir(Path(folder, "run")).checkpoint_steps() == [20, 40]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -43,15 +43,6 @@ PLAN = {
 }
 
 
-def held_elsewhere(parameters: Mapping[str, nn.Parameter], group: Any) -> frozenset[nn.Parameter]:
-    """Collective. Of parameters by their names in the model those of which a lower rank of ``group`` holds the same
-    box: tied weights, and what a mesh dimension that others are cut along leaves whole. That rank counts them in norms.
-    """
-    mine = {name: (box_of(p).offsets, box_of(p).sizes) for name, p in parameters.items()}
-    lower = gather(mine, group)[: rank_in(group)]
-    return frozenset(p for name, p in parameters.items() if any(other.get(name) == mine[name] for other in lower))
-
-
 class TensorParallelFSDP2(Strategy):
     """A strategy of a user's. Every rank is given all data and takes the sequences of its place along ``shard``."""
 
@@ -78,7 +69,11 @@ class TensorParallelFSDP2(Strategy):
         if spec.init is not None:
             spec.init(model)
         self.parts = [model]
-        self.duplicates = held_elsewhere(dict(model.named_parameters()), self.model_group)
+        # a lower rank with the same box counts it in norms: tied weights, and what a mesh dimension leaves whole
+        named = dict(model.named_parameters())
+        mine = {name: (box_of(p).offsets, box_of(p).sizes) for name, p in named.items()}
+        lower = gather(mine, self.model_group)[: rank_in(self.model_group)]
+        self.duplicates = frozenset(p for n, p in named.items() if any(each.get(n) == mine[n] for each in lower))
 
     def _shard(self, module: nn.Module) -> None:
         unit = fully_shard(module, mesh=self.mesh["shard"])

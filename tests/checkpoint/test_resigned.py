@@ -51,8 +51,6 @@ def void(
 
 @pytest.fixture
 def said(capsys: pytest.CaptureFixture[str]) -> Said:
-    """What a command says, of the files here by their relative names. A traceback is never among it."""
-
     def said(*words: str, code: int = 2) -> str:
         done = printed(capsys, *words)
         assert done.code == code, done
@@ -61,8 +59,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> Said:
 
     return said
 
-
-# -------------------------------------------------------------------------------------- values that are not finite
 
 READERS = {
     "eval": ["eval", str(STEP_2)],
@@ -157,8 +153,6 @@ def test_what_was_not_verified_is_found_where_it_is_loaded(level: str, file: str
     assert f"{STEP_1}, the newest other one" in text
 
 
-# --------------------------------------------------------------------------------------------------- fields of files
-
 MISSING = ...
 DEEP = json.loads("[" * 150 + "]" * 150)
 NAN = {"$": "float", "value": "nan"}
@@ -247,8 +241,6 @@ def test_a_wrong_field_of_a_rollback_is_damage(change: dict[str, Any], said: Sai
     assert "RUN/rollbacks.jsonl:1: is damaged" in text
     assert next(iter(change)) in text
 
-
-# -------------------------------------------------------------------------------------------------------- several ranks
 
 DAMAGES: list[tuple[Callable[[], None], str]] = [
     # of the last rows, which rank 1 alone reads; of a state of its own; and of everybody's

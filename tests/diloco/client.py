@@ -166,7 +166,6 @@ class Served:
     output: Path
 
     def end(self, signum: int = signal.SIGTERM) -> int:
-        """Exit code."""
         self.process.send_signal(signum)
         return self.process.wait(60)
 
@@ -194,7 +193,7 @@ def serving(run: Path, *settings: str, resume: bool = False, source: str = "defa
     place = RunDir(run)
     with Process(*words, *settings) as started:
         process = started.process
-        threading.Thread(target=_copy, args=(process.stdout, output), daemon=True).start()
+        threading.Thread(target=copied, args=(process.stdout, output), daemon=True).start()
         try:
             yield Served(process, place, _connected(process, place, output), output)
         finally:
@@ -202,7 +201,7 @@ def serving(run: Path, *settings: str, resume: bool = False, source: str = "defa
             process.wait()
 
 
-def _copy(source: Any, target: Path) -> None:
+def copied(source: Any, target: Path) -> None:
     with source, target.open("a", buffering=1) as stream:
         stream.writelines(source)
 

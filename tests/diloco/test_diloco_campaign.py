@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from diloco.client import copied
 from diloco_campaign import Campaign
 from diloco_honest import HonestCampaign
 from forks import Program
@@ -17,12 +17,7 @@ from forks import Program
 def forked(words: list[str], environment: dict[str, str], output: Path) -> Program:
     """Members need not start interpreters."""
     program = Program(("-m", "forgather_cli", *words), str(output.parent), {**environment, "PYTHONUNBUFFERED": "1"})
-
-    def copy() -> None:
-        with program.stdout as source, output.open("a") as target:
-            shutil.copyfileobj(source, target)
-
-    threading.Thread(target=copy, daemon=True).start()
+    threading.Thread(target=copied, args=(program.stdout, output), daemon=True).start()
     return program
 
 

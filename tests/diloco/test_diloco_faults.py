@@ -72,8 +72,7 @@ def test_kills_in_uploads_and_saves_and_cut_connections_change_no_bit(tmp_path: 
             assert forgather("diloco", "save", str(again.run.root)) == 0
             (parts / f"{first[0]['parts'][0]}.safetensors").unlink(missing_ok=True)  # as some later save would
             a = worker(again, "a", ALL, address=proxy.address)
-            for process in (a, b):
-                finish(process)
+            finish(a, b)
             assert proxy.cuts > 3
             until(lambda: again.is_at(ROUNDS))
             found, used = again.client.latest(), again.used_samples()
@@ -190,7 +189,6 @@ def test_a_change_that_is_too_large_leaves_no_trace_though_its_worker_is_killed_
 
 
 def test_a_server_that_was_restored_from_an_older_copy(tmp_path: Path) -> None:
-    """Workers that go on are refused, or with rewind=true taken back, whether they waited or begin again."""
     slow = f"+callbacks.glitch={{_target_:diloco.glitches.Slow,after:{2 * STEPS + 1}}}"
     with served(tmp_path, workers=2) as server:
         port = f"diloco.port={server.client.port}"

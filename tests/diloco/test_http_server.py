@@ -192,7 +192,6 @@ sys.stdin.read()
 
 
 def test_one_line_of_a_kind_and_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """The clock is the test's."""
     now, log, filter = [0.0], logging.getLogger("some"), OncePerMinute()
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     log.addFilter(filter)

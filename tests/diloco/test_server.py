@@ -20,6 +20,7 @@ from diloco.workers import is_audited
 from program import Process, forgather, until
 from torch import Tensor
 from typer.testing import CliRunner
+from whole_batch import equal
 
 from forgather_cli.cli.app import app
 from forgather_cli.config.schema import DilocoServerSettings
@@ -52,14 +53,8 @@ def reference(initial: Weights, rounds: list[list[tuple[int, Weights]]]) -> tupl
     return history, {name: weights.detach() for name, weights in master.items()}
 
 
-def equal(one: Weights, other: Weights) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 @dataclass
 class Story:
-    """What has happened."""
-
     run: Path
     workers: dict[str, FakeWorker]
     fetched: dict[int, Weights] = field(default_factory=dict)
@@ -315,8 +310,6 @@ def test_parts_that_are_wrong_too_long_or_cut_leave_nothing(served: Served, work
 
 
 def test_submissions_that_do_not_count(worker: FakeWorker) -> None:
-    """Of another hash, of samples that were not given, without its parts; then one of half the rows is rejected, and
-    heartbeats are shown."""
     change, offer = worker.change(0), worker.offer
     parts = worker.put(worker.parts(change))
     told = {"generation": worker.generation, "round": 0, "hash": offer["hash"], "parts": parts, "targets": 1,

@@ -23,15 +23,13 @@ SGD = ("optimizer=sgd", "learning_rate=0.1", "warmup_steps=0", "lr_scheduler=con
 
 
 def trained(server: Served, settings: Sequence[Sequence[str]]) -> list[RunDir]:
-    """Train workers a, b, ... to their end, and wait until the server has published their last round."""
+    """Train workers a, b, ... to their end."""
     names = "abc"[: len(settings)]
-    processes = [worker(server, name, *own) for name, own in zip(names, settings, strict=True)]
-    finish(*processes)
+    finish(*[worker(server, name, *own) for name, own in zip(names, settings, strict=True)])
     return [RunDir(server.run.root.with_name(name)) for name in names]
 
 
 def global_weights(server: Served, after: int) -> dict[str, Tensor]:
-    """The published weights after so many rounds."""
     until(lambda: server.is_at(after))
     return server.client.weights(after)
 
@@ -70,7 +68,6 @@ def test_killed_workers_and_server_end_with_the_weights_of_one_process_that_play
 
 
 def test_async_workers_train_at_their_own_pace_and_the_ledger_says_what_came_out(tmp_path: Path) -> None:
-    """One worker is killed and comes back; the weights can be computed again, and no sample is used twice."""
     with served(tmp_path, "diloco.mode=async", "diloco.keep_submissions=true") as server:
         own = ("max_steps=24", "callbacks.diloco.dylu=true")
         stands = "+callbacks.glitch={_target_:diloco.glitches.Slow,after:1}"
@@ -84,8 +81,7 @@ def test_async_workers_train_at_their_own_pace_and_the_ledger_says_what_came_out
         (tmp_path / "b" / "go").touch()
         until(lambda: second.process.poll() is not None)
         first = worker(server, "a", *own)
-        for process in (first, second):
-            finish(process)
+        finish(first, second)
         assert forgather("diloco", "stop", "--now", str(server.run.root)) == 0
     assert forgather("diloco", "replay", str(server.run.root)) == 0
     lines, samples = server.ledger(), server.used_samples()
@@ -111,7 +107,6 @@ def test_workers_of_several_ranks_agree_with_one_device(tmp_path: Path) -> None:
 
 
 def test_without_averaging_it_is_the_plain_run(tmp_path: Path) -> None:
-    """One worker, outer lr 1 and no momentum; and the callback without a server."""
     with served(tmp_path, *AVERAGE, workers=1) as server:
         (run,) = trained(server, [[ALL]])
         found = global_weights(server, ROUNDS)

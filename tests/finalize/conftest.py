@@ -5,7 +5,4 @@ from __future__ import annotations
 import pytest
 from forks import prove_in_forks
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _proofs_in_forks() -> None:
-    prove_in_forks()
+_proofs_in_forks = pytest.fixture(scope="session", autouse=True)(prove_in_forks)

@@ -42,9 +42,7 @@ NEW = ["<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("finalize") / "run"
-    finalized.train(path)
-    return path
+    return finalized.train(tmp_path_factory.mktemp("finalize") / "run")
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +54,6 @@ def finished(run: Path) -> Path:
 
 def reference(source: Path) -> torch.Tensor:
     return logits(load_source(source, device="cpu").model)
-
-
-# ------------------------------------------------------------------------------------------------- what comes out of it
 
 
 def test_from_a_checkpoint_of_two_ranks(tmp_path: Path) -> None:
@@ -193,9 +188,6 @@ def test_a_sharded_bf16_source_keeps_its_dtype_and_its_chat_template() -> None:
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in weights(Path("model")).items())
 
 
-# ------------------------------------------------------------------------------------------------------------ the proof
-
-
 def test_a_result_that_is_another_model_is_no_proof(run: Path, finished: Path) -> None:
     shutil.copytree(finished, "model")
     found = locate(run)
@@ -231,9 +223,6 @@ def test_without_transformers_our_own_reader_loads_it(run: Path, monkeypatch: py
     report = finalize(run, Path("model"), FinalizeOptions())
     assert report["proof"]["loaded_through"].startswith("Forgather's own reader")
     assert report["proof"]["max_logit_difference"] == 0.0
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

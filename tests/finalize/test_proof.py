@@ -52,9 +52,6 @@ def hf_directory(model_type: str, **settings: Any) -> Any:
     return model.eval()
 
 
-# ----------------------------------------------------------------------------------------------------- another process
-
-
 def test_a_cold_interpreter_proves_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model_directory(Path("source"))
     again = finalize(Path("source"), Path("forked"), FinalizeOptions())["proof"]
@@ -107,9 +104,6 @@ def test_a_block_has_fp32_copies_only_while_it_runs() -> None:
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
 
 
-# ----------------------------------------------------------------------------------------------------------- quantized
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_an_embedding_with_a_buffer_is_not_quantized(tied: bool) -> None:
     """transformers leaves Gemma's embed_scale without a value where the embedding is quantized."""
@@ -131,9 +125,6 @@ def test_an_architecture_without_a_layer_to_quantize_is_refused_at_once(capsys: 
     message = refused(capsys, "source", "new", "--quantize", "int8-weight-only", "--dry-run")
     assert message.startswith("error: --quantize int8-weight-only: no linear layer of GPT2LMHeadModel can be quantized")
     assert message.endswith("leave --quantize out\n")
-
-
-# ------------------------------------------------------------------------------------------------------ what is written
 
 
 def test_code_of_a_stranger_is_left_out() -> None:

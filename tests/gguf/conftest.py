@@ -8,7 +8,4 @@ from forks import prove_in_forks
 pytest.importorskip("gguf")
 pytest.importorskip("xllamacpp")
 
-
-@pytest.fixture(scope="session", autouse=True)
-def _proofs_in_forks() -> None:
-    prove_in_forks()
+_proofs_in_forks = pytest.fixture(scope="session", autouse=True)(prove_in_forks)

@@ -55,8 +55,7 @@ def test_killed_while_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
 def test_llama_cpp_ends_with_who_started_it(signum: int) -> None:
-    byte_level(Path("model"))
-    write_gguf(Path("file.gguf"), made(Path("model"), STOP).contents, "f32")
+    write_gguf(Path("file.gguf"), made(byte_level(Path("model")), STOP).contents, "f32")
     with Process(code=MEASURES) as job:
         job.until(lambda: any("file.gguf" in maps(child) for child in children(job.process.pid)))
         started = children(job.process.pid)
@@ -83,8 +82,7 @@ def test_a_full_disk(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_room_that_a_file_takes_is_known_before(tmp_path: Path) -> None:
-    byte_level(tmp_path / "model")
-    contents = made(tmp_path / "model", STOP).contents
+    contents = made(byte_level(tmp_path / "model"), STOP).contents
     for kind in GGUF_TYPES:
         write_gguf(tmp_path / kind, contents, kind)
         assert (tmp_path / kind).stat().st_size <= contents.num_bytes(kind) <= 1.5 * (tmp_path / kind).stat().st_size

@@ -25,13 +25,10 @@ NEW = ["<|im_start|>", "<|im_end|>"]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("gguf") / "run"
-    finalized.train(path)
-    return path
+    return finalized.train(tmp_path_factory.mktemp("gguf") / "run")
 
 
 def test_a_chat_model_of_bytes(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With new tokens, a template with generation blocks, two ends; and what eval makes of the file."""
     import gguf
 
     Path("tokens").write_text("\n".join(NEW))

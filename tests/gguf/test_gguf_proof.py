@@ -39,8 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def llama3(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    directory = tmp_path_factory.mktemp("gguf") / "llama3"
-    byte_level(directory, LLAMA3, ignore_merges=True, bos=True)
+    directory = byte_level(tmp_path_factory.mktemp("gguf") / "llama3", LLAMA3, ignore_merges=True, bos=True)
     return made(directory, STOP, head_dim=32, num_key_value_heads=1, rope_theta=500000.0, rope_scaling=IN_LLAMA3)
 
 
@@ -101,8 +100,7 @@ def test_transformers_reads_the_same(shape: str, llama3: Made, tmp_path: Path) -
 
     model = llama3
     if shape != "llama3":
-        byte_level(tmp_path / "model", QWEN2)
-        model = made(tmp_path / "model", STOP, **SHAPES[shape])
+        model = made(byte_level(tmp_path / "model", QWEN2), STOP, **SHAPES[shape])
     write_gguf(tmp_path / "file.gguf", model.contents, "q8_0")
     config = AutoConfig.from_pretrained(model.directory)  # it would take Qwen3's head_dim and rope scaling for others
     if shape == "mistral":  # whose names it has for Llama alone
@@ -147,8 +145,7 @@ def test_a_chat_that_spells_the_begin_token_has_it_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_sentencepiece(kind: str, tmp_path: Path) -> None:
-    sentencepiece(tmp_path / "model", kind)
-    model = made(tmp_path / "model", ["</s>"])
+    model = made(sentencepiece(tmp_path / "model", kind), ["</s>"])
     assert model.contents.metadata["tokenizer.ggml.model"] == {"bpe": "llama", "unigram": "t5"}[kind]
     assert model.contents.metadata["tokenizer.ggml.add_space_prefix"] is True
     model.prove(tmp_path / "file.gguf", "f32")
@@ -180,9 +177,9 @@ def test_what_has_no_counterpart_is_named(named: str) -> None:
 
 
 def test_a_splitting_that_llama_cpp_does_not_have(tmp_path: Path) -> None:
-    byte_level(tmp_path / "model", r"\p{L}+|\p{N}{1,2}|[^\p{L}\p{N}]+")
+    directory = byte_level(tmp_path / "model", r"\p{L}+|\p{N}{1,2}|[^\p{L}\p{N}]+")
     with pytest.raises(DataError, match='no pre-tokenizer that splits "It\'s here," as'):
-        made(tmp_path / "model", STOP)
+        made(directory, STOP)
 
 
 def test_merges_that_are_ignored(tmp_path: Path) -> None:
@@ -227,9 +224,9 @@ def test_a_large_vocabulary(tmp_path: Path) -> None:
 
 
 def test_more_ends_than_there_are_keys_and_none_at_all(tmp_path: Path) -> None:
-    byte_level(tmp_path / "model")
+    directory = byte_level(tmp_path / "model")
     with pytest.raises(ForgatherError, match="may end at 4 tokens, and a file has keys for 3"):
-        made(tmp_path / "model", [*STOP, "a", "b"])
+        made(directory, [*STOP, "a", "b"])
     byte_level(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text("{}")
     with pytest.raises(DataError, match="--gguf: no token ends a text; add eos_token"):

@@ -31,7 +31,6 @@ def write(directory):
     input()
 Cache(sys.argv[1]).build_once("tokens", "d", write, resumable=True)
 """
-DAY = 86400.0
 
 
 def write(directory: Path) -> Meta:
@@ -51,7 +50,7 @@ def cache(tmp_path: Path) -> Path:
         os._exit(0)
     os.waitpid(child, 0)
     for key, days in ("b", 10), ("c", 40):
-        used = time.time() - days * DAY
+        used = time.time() - days * 86400.0
         os.utime(root / f"locks/tokens-{key}.use", (used, used))
     (root / "tokens.txt").write_text("mine")
     return root

@@ -48,7 +48,8 @@ def test_training_measures_where_its_time_goes(tmp_path: Path, capsys: pytest.Ca
     assert sum(metrics[kind] for kind in kinds) == pytest.approx(metrics["train_runtime"])
     assert metrics["save_seconds"] > 0
     assert "sync_seconds" not in metrics  # alone
-    assert shares_add_up(capsys.readouterr().out)
+    shares = re.search("the time went to: .*", capsys.readouterr().out)
+    assert 95 <= sum(map(int, re.findall(r" (\d+)%", shares[0]))) <= 105
     report = explain(RunDir(tmp_path))
     assert report.times == pytest.approx({kind: metrics[kind] for kind in kinds})
     assert {"dataloader_num_workers=2"} <= {finding.remedy for finding in report.findings}
@@ -67,12 +68,6 @@ def test_a_run_that_still_trains_is_told_from_its_logs() -> None:
     assert times_of([*logs, ended, *again]) == pytest.approx(
         {"step_seconds": 8.0, "data_seconds": 2.0, "evaluation_seconds": 3.0, "first_step_seconds": 1.0}
     )
-
-
-def shares_add_up(text: str) -> bool:
-    line = next(line for line in text.splitlines() if "the time went to: " in line)
-    shares = [int(part.split()[-1].rstrip("%")) for part in line.partition("went to: ")[2].split(", ")]
-    return 95 <= sum(shares) <= 105
 
 
 def run_of(root: Path, seconds: dict[str, float], logs: dict[str, Any] | None = None, **settings: Any) -> RunDir:

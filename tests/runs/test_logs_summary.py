@@ -96,9 +96,6 @@ def test_logs_that_went_to_a_directory_of_their_own_are_found(tmp_path: Path) ->
     assert summarize(find_runs([run])[0]).last_loss == 2.0
 
 
-# -------------------------------------------------------------------------------------------------------- differences
-
-
 def test_options_are_named_by_their_group_and_what_only_one_has_is_left_out(tmp_path: Path) -> None:
     def run(name: str, kind: str, **more: Any) -> RunDir:
         return RunDir(make_run(tmp_path / name, [1.0], trainer__type=kind, **more))

@@ -208,8 +208,6 @@ def test_construction_leaves_no_trace() -> None:
 
 
 class NeedsMore(nn.Module):
-    """Takes a tensor beside the tokens."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(64, 64)

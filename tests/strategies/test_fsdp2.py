@@ -77,14 +77,11 @@ def named(strategy: FullyShard) -> dict[str, Any]:
 
 
 def trained(strategy: FullyShard, plan: Slices) -> dict[str, Any]:
-    """A few AdamW steps on this rank, and what they were."""
     run = Run(strategy, named(strategy), lr=1e-3)
     for step in range(3):
         run.step(step, plan)
     return run.result()
 
-
-# ------------------------------------------------------------------------------------------------------- one result
 
 TIED = {"tie_word_embeddings": True}
 ODD: dict[str, Any] = {
@@ -154,9 +151,6 @@ def step_without_targets(plan: Slices) -> tuple[float, float, bool]:
 
 def test_a_step_without_targets_has_no_gradient() -> None:
     assert run_ranks(2, step_without_targets, even(2, 2)) == [(0.0, 0.0, True)] * 2
-
-
-# ------------------------------------------------------------------------------------------------- models of the user's
 
 
 class Net(nn.Module):
@@ -241,27 +235,23 @@ def test_what_cannot_be_sharded_is_said_by_name() -> None:
     assert copies == "replicate: 2 ranks cannot be divided into 3 copies of the model; set it to a divisor of 2"
 
 
-# ------------------------------------------------------------------------------------------- evaluation and generation
-
-
-def written(logits: Any, prompts: Tensor, real: Tensor) -> Tensor:
+def written(logits: Any) -> Tensor:
     """Greedily, and by beams."""
+    prompts, real = torch.tensor([[5, 6, 7], [0, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
     return torch.cat([
         generate(logits, prompts, real, max_new_tokens=6, do_sample=False, num_beams=beams) for beams in (1, 3)
     ])  # fmt: skip
 
 
 def evaluated(settings: dict[str, Any]) -> dict[str, Any]:
-    """Training steps with evaluations between them."""
     case = Case(even(2, 1), settings, TIED)
     strategy = case.strategy()
     optimizer = torch.optim.SGD(strategy.parts[0].parameters(), lr=0.5)
-    prompts, real = torch.tensor([[5, 6, 7], [0, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
     losses, tokens, logits = [], [], []
     for step in range(3):
         shares = strategy.loss(cut(global_batch(9), case.plan[strategy.data_rank][0]))
         losses.append([float(share) for share in shares])
-        tokens.append(written(strategy.logits, prompts, real))
+        tokens.append(written(strategy.logits))
         logits.append(strategy.logits(cut(global_batch(9), slice(0, 2))))
         assert all(isinstance(p, DTensor) for p in strategy.parts[0].parameters())
         batch = global_batch(step)
@@ -277,7 +267,6 @@ def test_evaluation_and_generation_see_the_weights_of_the_moment(settings: dict[
     ranks = run_ranks(2, evaluated, settings)
     model = tiny.decoder(**TIED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    prompts, real = torch.tensor([[5, 6, 7], [0, 8, 9]]), torch.tensor([[1, 1, 1], [0, 1, 1]])
 
     def plain(batch: Batch, last_only: bool, cache: Any) -> Tensor:
         return model(**batch, last_only=last_only, cache=cache)
@@ -290,14 +279,11 @@ def test_evaluation_and_generation_see_the_weights_of_the_moment(settings: dict[
             assert sums[0] / sums[1] == pytest.approx(mean_loss(model, held_out).item(), rel=1e-6)
             expected = model(held_out["input_ids"][:2])
         for rank in ranks:
-            assert torch.equal(rank["tokens"][step], written(plain, prompts, real))
+            assert torch.equal(rank["tokens"][step], written(plain))
             torch.testing.assert_close(rank["logits"][step], expected, rtol=0, atol=1e-5)
         mean_loss(model, global_batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-# ------------------------------------------------------------------------------------------------------------ precision
 
 
 def in_bf16(loss: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -343,9 +329,6 @@ def test_hidden_states_in_fp32_enter_blocks_in_bf16() -> None:
     assert sum(run_ranks(2, bf16_net)) == pytest.approx(mean_loss(net(0, False), global_batch(0)).item(), rel=1e-2)
 
 
-# ------------------------------------------------------------------------------------------------ optimizer in backward
-
-
 def fused(option: Any, fuse: bool, replicate: int) -> tuple[list[float], dict[str, Tensor], bool]:
     strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(replicate=replicate))
     strategy.materialize(ModelSpec(lambda: net(0, False)))
@@ -380,7 +363,6 @@ def test_the_optimizer_in_the_backward_equals_the_ordinary_one(option: Any, rank
 
 
 def script(folder: str, sharded: bool) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    """What a user of the Trainer would run."""
     trainer = tiny.script(
         folder, None, tiny.RandomTokens(ragged=True), max_steps=4, logging_steps=1, fuse_optim_with_backward=True,
         max_grad_norm=None, per_device_train_batch_size=4 if sharded else 8,
@@ -399,8 +381,6 @@ def test_a_trainer_with_the_optimizer_in_the_backward(tmp_path: Path) -> None:
             assert len(expected) == 4
         close(ours, weights, 1e-5)
 
-
-# --------------------------------------------------------------------------------------------------------------- memory
 
 LARGE = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12}
 
@@ -460,9 +440,6 @@ def test_a_rank_holds_its_share_and_never_a_whole_model(tmp_path: Path, source: 
         assert found["peak of one device"] > 1.0
 
 
-# ----------------------------------------------------------------------------------------------------------- pretrained
-
-
 def loaded(directory: Path, model: dict[str, Any]) -> dict[str, Tensor]:
     strategy = FullyShard(CPU, LinearCrossEntropy())
     strategy.materialize(ModelSpec(lambda: on_meta(**model), init=lambda part: load_pretrained(part, directory)))
@@ -486,9 +463,6 @@ def constructed(offload: bool) -> dict[str, Tensor]:
 def test_a_model_built_with_memory_gets_the_same_weights(offload: bool) -> None:
     for found in run_ranks(4, constructed, offload):
         close(found, dict(tiny.decoder(0, **ODD).named_parameters()), 0.0)
-
-
-# ---------------------------------------------------------------------------------------------------------- one process
 
 
 @pytest.fixture

@@ -142,11 +142,7 @@ def batch(rows: int, *, length: int = T, ragged: bool = False, documents: bool =
     return found
 
 
-# ---------------------------------------------------------------------------------------------------- training steps
-
-
 def stepped(case: Case) -> dict[str, Any]:
-    """One step of a pipeline on this rank: gradients, norm and weights of its stages."""
     pipeline = case.strategy()
     share = pipeline.forward_backward(iter(case.slice_of(pipeline.data_rank)), case.targets)
     named = {n: p for part in pipeline.parts for n, p in part.named_parameters() if p.requires_grad}
@@ -315,8 +311,6 @@ def test_a_split_backward_does_not_recompute_again_and_again() -> None:
     assert run_ranks(2, recomputations, "ZBVZeroBubble") == [2 * 2 * 4] * 2  # twice, 2 layers, 4 micro-batches
 
 
-# ------------------------------------------------------------------------------------------ evaluation, generation
-
 ODD = [batch(rows, length=length, ragged=True, documents=True) for rows, length in ((1, 9), (3, T), (5, 1), (8, T))]
 PROMPTS = torch.tensor([[0, 0, 7, 9, 11], [3, 1, 4, 1, 5]])
 PROMPT_MASK = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
@@ -377,9 +371,6 @@ def test_any_batch_is_evaluated_and_generation_is_that_of_one_device(index: int)
         assert all(torch.equal(each, text) for each in rank["texts"])
         assert all(torch.equal(each, best) for each in rank["beams"])
     torch.testing.assert_close(sum(rank["again"] for rank in ranks), reference(case)["share"])
-
-
-# ----------------------------------------------------------------------------------------------- building the stages
 
 
 def loaded_parts(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
