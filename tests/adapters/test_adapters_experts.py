@@ -10,6 +10,7 @@ import test_adapters_peft as against_peft
 import test_adapters_runs as runs
 import test_adapters_strategies as strategies
 import torch
+from finalized import theirs as load_theirs
 from lazily import (
     AutoModelForCausalLM,
     GptOssConfig,
@@ -22,6 +23,7 @@ from lazily import (
 from program import forgather
 from safetensors.torch import load_file
 from selection import some
+from test_adapters_peft import IDS
 from whole_batch import equal
 
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
@@ -30,15 +32,10 @@ from forgather_cli.adapters.merge import MergedRows
 from forgather_cli.adapters.model import adapt
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import ModelError
-from forgather_cli.models.build import build_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]  # peft's, of transformers
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.2, "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-}  # fmt: skip
+SHAPE = against_peft.SHAPE | {"vocab_size": 260, "intermediate_size": 24, "num_experts_per_tok": 2}
 FAMILIES: dict[str, Any] = {
     # a dense layer before one of experts, under names that experts' layers had
     "qwen": lambda: Qwen3MoeConfig(**SHAPE, moe_intermediate_size=24, num_experts=4, mlp_only_layers=[0]),
@@ -89,18 +86,16 @@ def test_an_adapter_begins_as_the_base_and_by_seed_and_name(bases: dict[str, Pat
 def test_an_adapter_of_peft_is_read(bases: dict[str, Path], tmp_path: Path) -> None:
     """With all that it takes for all-linear of a model with experts: these, and the routers."""
     settings = LoraConfig(r=3, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    theirs = against_peft.stirred(get_peft_model(AutoModelForCausalLM.from_pretrained(bases["mixtral"]), settings))
+    theirs = against_peft.stirred(get_peft_model(load_theirs(bases["mixtral"]), settings))
     theirs.save_pretrained(tmp_path)
     config = against_peft.config_of(bases["mixtral"], model="transformers")
     mine = with_adapter(against_peft.built(config), read_adapter(tmp_path))
-    wanted = theirs.eval()(against_peft.IDS).logits
-    torch.testing.assert_close(mine(against_peft.IDS), wanted, rtol=1e-5, atol=1e-5)
+    wanted = theirs.eval()(IDS).logits
+    torch.testing.assert_close(mine(IDS), wanted, rtol=1e-5, atol=1e-5)
 
 
 def account(config: Any) -> str:
-    with torch.device("meta"):
-        model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
-    return "\n".join(adapt(model, config.adapter, config))
+    return "\n".join(adapt(against_peft.on_meta(config, 260), config.adapter, config))
 
 
 def test_the_start_says_what_is_not_adapted(bases: dict[str, Path]) -> None:
@@ -112,8 +107,7 @@ def test_the_start_says_what_is_not_adapted(bases: dict[str, Path]) -> None:
         "model.embed_tokens.weight = lm_head.weight", "model.layers.*.mlp.gate.weight (2)",
         "model.layers.*.mlp.experts.gate_up_proj (2)", "model.layers.*.mlp.experts.down_proj (2)",
     )  # fmt: skip
-    listed = said.split("not adapted: ")[1].splitlines()[0].split(", ")
-    assert sorted(listed) == sorted(left)
+    assert sorted(said.split("not adapted: ")[1].splitlines()[0].split(", ")) == sorted(left)
     assert "adapter.target_parameters=[experts.gate_up_proj,experts.down_proj]" in said
     said = account(against_peft.config_of(bases["mixtral"], *lora, EXPERTS, "trainable=[gate.w]", model="transformers"))
     assert f"beside 12 matrices with {(attention + experts) / (attention + experts + whole):.1%} of the weights" in said
@@ -163,11 +157,11 @@ def test_a_run_is_finalized_both_ways_and_gone_on_from(
     assert forgather(*words) == 0
     assert forgather("finalize", "run", "adapter") == 0
     assert forgather("finalize", "run", "merged", "--merge", "--text", str(Path(__file__))) == 0
-    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(bases[family]), "adapter").eval()
-    merged, plain = AutoModelForCausalLM.from_pretrained("merged"), AutoModelForCausalLM.from_pretrained(bases[family])
-    logits = apart(runs.IDS).logits
-    torch.testing.assert_close(merged(runs.IDS).logits, logits, rtol=1e-4, atol=1e-4)
-    assert (plain(runs.IDS).logits - logits).abs().max() > 0.01
+    apart = PeftModel.from_pretrained(load_theirs(bases[family]), "adapter").eval()
+    merged, plain = load_theirs("merged"), load_theirs(bases[family])
+    logits = apart(IDS).logits
+    torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-4, atol=1e-4)
+    assert (plain(IDS).logits - logits).abs().max() > 0.01
     written, known = merged.state_dict(), [id for id in range(SHAPE["vocab_size"]) if id not in (101, 97)]
     for name, tensor in plain.state_dict().items():
         rows = known if "embed_tokens" in name or "lm_head" in name else slice(None)
@@ -187,11 +181,11 @@ def test_experts_stay_in_half_precision_beside_four_bits(bases: dict[str, Path])
     assert "not in four bits, but in bfloat16: model.layers.*.mlp.experts.gate_up_proj, " in said
     assert "peft 0.21 may take gate_proj, up_proj, down_proj for layers of experts" in said
     model = against_peft.stirred(against_peft.ours(config))
-    plain = AutoModelForCausalLM.from_pretrained(bases["qwen"]).state_dict()
+    plain = load_theirs(bases["qwen"]).state_dict()
     experts = [name for name, parameter in model.named_parameters() if parameter.ndim == 3]
     assert experts
     for name in experts:
         assert torch.equal(model.get_parameter(name), plain[name].bfloat16())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        against_peft.loss_of(model(against_peft.IDS)).backward()
+        against_peft.loss_of(model(IDS)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from lazily import AutoModelForCausalLM, PeftModel
+from finalized import theirs as load_theirs
+from lazily import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from whole_batch import equal
@@ -56,10 +57,14 @@ def config_of(base: Path, *words: str, model: str = "pretrained") -> Config:
     return load_config("default", [f"model={model}", f"model.path={base}", "precision=fp32", *words]).config
 
 
+def on_meta(config: Config, vocab_size: int = SHAPE["vocab_size"]) -> nn.Module:
+    with torch.device("meta"):
+        return build_model(config.model, vocab_size=vocab_size, seq_len=8)
+
+
 def ours(config: Config, seed: int = 1, vocab_size: int = SHAPE["vocab_size"]) -> nn.Module:
     """The adapted model, filled as a run fills it."""
-    with torch.device("meta"):
-        model = build_model(config.model, vocab_size=vocab_size, seq_len=8)
+    model = on_meta(config, vocab_size)
     adapt(model, config.adapter, config)
     allocate(model, "cpu")
     starting(lambda part: initialize(config.model, part, 0), config, seed)(model)
@@ -68,8 +73,7 @@ def ours(config: Config, seed: int = 1, vocab_size: int = SHAPE["vocab_size"]) -
 
 def built(config: Config) -> nn.Module:
     """The model of a base's directory, before any adapter."""
-    with torch.device("meta"):
-        model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
+    model = on_meta(config)
     allocate(model, "cpu")
     initialize(config.model, model, 0)
     return model
@@ -104,14 +108,12 @@ def test_forward_gradients_files_and_merge_are_those_of_peft(case: str, model: s
     mine = stirred(ours(config))
     theirs = assert_as_peft(mine, saved(mine, config, tmp_path / "adapter"), base)
     if case in ("lora", "dora"):  # of a tied head peft adds two products into one weight
-        wanted = dict(theirs.merge_and_unload().named_parameters())
-        for name, layer in adapted_layers(mine):
-            torch.testing.assert_close(layer.merged(), wanted[f"{name}.weight"], rtol=1e-5, atol=1e-6)
+        assert_merged_as_peft(MergedRows(mine), theirs)
 
 
 def assert_as_peft(mine: nn.Module, files: Path, base: Path) -> Any:
-    """Logits, the gradient of each trained parameter, which no others have, and files; returns the model in peft."""
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), files, is_trainable=True)
+    """Returns the model in peft."""
+    theirs = PeftModel.from_pretrained(load_theirs(base), files, is_trainable=True)
     logits, wanted = mine(IDS), theirs(IDS).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
     loss_of(logits).backward()
@@ -146,8 +148,8 @@ def test_dora_gives_a_direction_to_rows_of_zeros(base: Path) -> None:
     layers = [layer for _, layer in adapted_layers(model)]
     for layer in layers:
         with torch.no_grad():
-            layer.weight[:2] = 0  # type: ignore[index]
-            layer.lora_magnitude_vector[:2] = 0  # type: ignore[index, union-attr]
+            layer.weight[:2] = 0
+            layer.lora_magnitude_vector[:2] = 0
     before = model(IDS)
     for _ in range(2):
         loss_of(model(IDS)).backward()
@@ -168,7 +170,7 @@ def test_an_adapter_begins_as_the_base_and_by_seed_and_name(base: Path) -> None:
 
 
 def assert_begins_as_the_base(config: Config, base: Path) -> None:
-    model, plain = ours(config), AutoModelForCausalLM.from_pretrained(base)
+    model, plain = ours(config), load_theirs(base)
     torch.testing.assert_close(model(IDS), plain(IDS).logits, rtol=1e-5, atol=1e-5)
     again, other = (dict(ours(config, seed).named_parameters()) for seed in (1, 3))
     for name, parameter in model.named_parameters():

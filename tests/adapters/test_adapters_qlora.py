@@ -13,12 +13,13 @@ import test_adapters_peft as against_peft
 import tiny
 import torch
 import torch.distributed as dist
+from finalized import theirs as load_theirs
 from lazily import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, PeftModel, bitsandbytes
 from program import forgather, printed
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_adapters_peft import IDS, loss_of
-from test_adapters_runs import WORDS, assert_same_eval_losses
+from test_adapters_runs import WORDS, assert_same_eval_losses, newest
 from torch import Tensor, nn
 from whole_batch import equal
 
@@ -38,12 +39,7 @@ from forgather_cli.run_dir import RunDir
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]
 
 
-def settings(**changes: Any) -> dict[str, Any]:
-    """Of a Llama whose widths are no multiples of a block."""
-    return {
-        "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "initializer_range": 0.2, "max_position_embeddings": 64, **changes,
-    }  # fmt: skip
+SHAPE = against_peft.SHAPE | {"vocab_size": 260}  # its widths are no multiples of a block
 
 
 def saved_base(path: Path, model: Any) -> Path:
@@ -56,7 +52,7 @@ def saved_base(path: Path, model: Any) -> Path:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base") / "base"
-    return saved_base(path, lambda: LlamaForCausalLM(LlamaConfig(**settings(tie_word_embeddings=True))))
+    return saved_base(path, lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=True)))
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +62,7 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(base: Path, *words: str) -> Config:
-    own = [word for word in words if word.startswith("model=")] or ["model=pretrained"]
-    more = [word for word in words if word not in own]
-    return load_config(None, [*own, f"model.path={base}", "precision=fp32", *WORDS, *more]).config
+    return load_config(None, ["model=pretrained", f"model.path={base}", "precision=fp32", *WORDS, *words]).config
 
 
 def ours(config: Config) -> nn.Module:
@@ -79,7 +73,7 @@ def ours(config: Config) -> nn.Module:
 def in_peft(base: Path, adapter: Path) -> Any:
     """As a user loads it; in fp32 on CPUs that bitsandbytes would have compute in bf16."""
     how = json.loads((adapter / QUANTIZATION).read_text()) | {"bnb_4bit_compute_dtype": "float32"}
-    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=how)
+    model = load_theirs(base, quantization_config=how)
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
@@ -160,8 +154,7 @@ def trained(root: Path, base: Path, *words: str) -> tuple[dict[str, Tensor], lis
         unpacked = bitsandbytes.functional.dequantize_4bit(packed, state)
         if not (torch.equal(packed, layer.weight) and torch.equal(unpacked, layer.unpacked())):
             changed.append(name)
-    run = RunDir(root)
-    return load_file(run.checkpoint(run.checkpoint_steps()[-1]) / "model" / WEIGHTS), changed
+    return load_file(newest(root) / WEIGHTS), changed
 
 
 def test_the_packed_bytes_are_the_same_after_training_on_every_rank_and_after_a_resume(
@@ -194,7 +187,7 @@ def test_a_run_is_evaluated_and_finalized_as_it_was_trained(base: Path, capsys: 
     assert merge["perplexity_ratio"] == pytest.approx(1, abs=1e-4)
     assert abs(merge["perplexity_ratio_to_stored_base"] - 1) > 1e-4  # NF4 is no small thing for this model
     logits = {name: model_logits(load_source(Path(name)).model, {"input_ids": IDS}) for name in ("run", "merged")}
-    theirs, whole = in_peft(base, Path("adapter")), AutoModelForCausalLM.from_pretrained("merged")
+    theirs, whole = in_peft(base, Path("adapter")), load_theirs("merged")
     torch.testing.assert_close(theirs(IDS).logits, logits["run"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(whole(IDS).logits, logits["run"], rtol=1e-4, atol=1e-4)
     card = Path("adapter/README.md").read_text()
@@ -216,7 +209,7 @@ def measured_load(base: Path) -> tuple[int, int]:
     """(bytes that the model holds, bytes by which this process grew at most while it was loaded)."""
     bitsandbytes.functional.quantize_4bit(torch.randn(64, 64), quant_type="nf4", blocksize=64)  # first use
     take_interval_peak(torch.device("cpu"))  # sets the mark back
-    resident = int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024  # type: ignore[index]
+    resident = int(re.search(r"VmRSS:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
     model = ours(config_of(base, "adapter=qlora", "adapter.r=1", "target_modules=[k_proj]"))
     held = sum(p.nbytes for p in model.parameters()) + sum(
         layer.state.absmax.nbytes + layer.state.state2.absmax.nbytes for _, layer in packed_layers(model)
@@ -226,7 +219,7 @@ def measured_load(base: Path) -> tuple[int, int]:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux' /proc")
 def test_loading_takes_one_layer_more_than_stays(tmp_path: Path) -> None:
-    shape = settings(hidden_size=1024, intermediate_size=8192, num_hidden_layers=4)
+    shape = SHAPE | {"hidden_size": 1024, "head_dim": 256, "intermediate_size": 8192, "num_hidden_layers": 4}
     with torch.device("meta"):
         names = {name: p.shape for name, p in LlamaForCausalLM(LlamaConfig(**shape)).state_dict().items()}
     drawn = torch.randn(1024 * 8192).bfloat16()

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from lazily import AutoModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from finalized import theirs as load_theirs
+from lazily import LoraConfig, PeftModel, get_peft_model
 from program import document, forgather
 from safetensors.torch import load_file, save_file
+from test_adapters_peft import IDS, SHAPE, on_meta
 from whole_batch import equal
 
 from forgather_cli.adapters.directory import WEIGHTS
@@ -18,19 +20,16 @@ from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.manifest import NAME
 from forgather_cli.config.load import load_config
 from forgather_cli.data.text.tokenizer import load_tokenizer
-from forgather_cli.errors import ConfigError, ModelError
-from forgather_cli.models.build import build_model
+from forgather_cli.errors import ModelError
 from forgather_cli.run_dir import RunDir
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]
-IDS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base") / "base"
-    shape = {"vocab_size": 260, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tiny.llama(**shape, initializer_range=0.2, tie_word_embeddings=True).save_pretrained(path)
+    tiny.llama(**SHAPE | {"vocab_size": 260}, tie_word_embeddings=True).save_pretrained(path)
     load_tokenizer("bytes").save(path)
     return path
 
@@ -46,20 +45,19 @@ def words(base: Path, *more: str) -> tuple[str, ...]:
     return ("train", "model=pretrained", f"model.path={base}", *WORDS, "precision=fp32", "output_dir=run", *more)
 
 
-def newest(run: str) -> Path:
+def newest(run: Path | str) -> Path:
     return RunDir(Path(run)).checkpoint(RunDir(Path(run)).checkpoint_steps()[-1]) / "model"
 
 
 def test_a_run_is_resumed_under_another_strategy(base: Path) -> None:
     assert forgather(*words(base, "adapter=dora", "max_steps=6")) == 0
-    whole = load_file(newest("run") / "adapter_model.safetensors")
+    whole = load_file(newest("run") / WEIGHTS)
     assert forgather(*words(base, "adapter=dora", "max_steps=6", "output_dir=part", "save_steps=3")) == 0
-    steps = RunDir(Path("part")).checkpoint_steps()
-    checkpoint = RunDir(Path("part")).checkpoint(steps[0])
+    part = RunDir(Path("part"))
     layout = ("trainer=ddp", "nproc_per_node=2", "per_device_train_batch_size=2")
-    more = (f"resume_from_checkpoint={checkpoint}", "output_dir=other", "max_steps=6")
+    more = (f"resume_from_checkpoint={part.checkpoint(part.checkpoint_steps()[0])}", "output_dir=other", "max_steps=6")
     assert forgather(*words(base, "adapter=dora", *layout, *more)) == 0
-    for name, tensor in load_file(newest("other") / "adapter_model.safetensors").items():
+    for name, tensor in load_file(newest("other") / WEIGHTS).items():
         torch.testing.assert_close(tensor, whole[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -70,8 +68,8 @@ def test_finalize_gives_the_adapter_and_the_whole_model(
     assert forgather(*words(base, "adapter=lora", f"adapter.target_modules={targets}", "max_steps=8")) == 0
     assert forgather("finalize", "run", "adapter") == 0
     assert forgather("finalize", "run", "merged", "--merge") == 0
-    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), "adapter")
-    whole, plain = AutoModelForCausalLM.from_pretrained("merged"), AutoModelForCausalLM.from_pretrained(base)
+    apart = PeftModel.from_pretrained(load_theirs(base), "adapter")
+    whole, plain = load_theirs("merged"), load_theirs(base)
     torch.testing.assert_close(whole(IDS).logits, apart(IDS).logits, rtol=1e-4, atol=1e-4)
     assert (whole(IDS).logits - plain(IDS).logits).abs().max() > 0.1
     report = json.loads(Path("merged/finalize_report.json").read_text())
@@ -88,7 +86,7 @@ def test_beside_a_base_in_bf16_the_adapter_stays_in_fp32(
     base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     half = tmp_path / "half"
-    AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).save_pretrained(half)
+    load_theirs(base, dtype=torch.bfloat16).save_pretrained(half)
     load_tokenizer("bytes").save(half)
     assert forgather(*words(half, "adapter=lora", "max_steps=4")) == 0
     assert forgather("finalize", "run", "adapter") == 0
@@ -96,19 +94,19 @@ def test_beside_a_base_in_bf16_the_adapter_stays_in_fp32(
     capsys.readouterr()
     assert forgather("finalize", "run", "merged", "--merge") == 0
     assert "base and adapter apart (bound 1.01)" in " ".join(capsys.readouterr().out.split())
-    assert AutoModelForCausalLM.from_pretrained("merged", dtype="auto").dtype == torch.bfloat16
+    assert load_theirs("merged", dtype="auto").dtype == torch.bfloat16
 
 
 def test_an_adapter_of_peft_is_gone_on_from_and_merged(base: Path) -> None:
     torch.manual_seed(1)
     settings = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(base), settings)
+    theirs = get_peft_model(load_theirs(base), settings)
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     theirs.save_pretrained("peft")
     assert forgather("finalize", "peft", "whole", "--merge", "--text", str(Path(__file__))) == 0
-    merged = AutoModelForCausalLM.from_pretrained("whole")
+    merged = load_theirs("whole")
     torch.testing.assert_close(merged(IDS).logits, theirs(IDS).logits, rtol=1e-4, atol=1e-4)
     same = ("adapter=lora", "adapter.r=4", "lora_alpha=8", "target_modules=[q_proj,up_proj]")
     assert forgather(*words(base, *same, "adapter.from_adapter=peft", "max_steps=1", "learning_rate=0")) == 0
@@ -163,6 +161,11 @@ MISTAKES = {
     ("adapter=lora", "trainable=[nrm]"): "trainable: no parameter of Decoder has a name like 'nrm'",
     ("adapter=lora", "adapter.rank_pattern={q_prj: 2}"): "no adapted layer is 'q_prj'",
     ("adapter=lora", "adapter.from_adapter=nowhere"): "adapter.from_adapter: nowhere has no adapter_config.json",
+    # tokens that have no row
+    ("adapter=lora", "trainable_token_indices=[260]"): "below 260, the rows of model.embed_tokens",
+    ("adapter=lora", "trainable_token_indices=[3,3]"): "must be different tokens",
+    ("adapter=lora", "trainable_token_indices={q_proj: [3]}"): "q_proj is neither embedding nor head; name model.embed",
+    ("adapter=lora", "trainable_token_indices={embed_tokens: [3], lm_head: [4]}"): "share their weight; give both the",
 }  # fmt: skip
 
 
@@ -184,9 +187,7 @@ NOT_SERVED = {
 @pytest.mark.parametrize("given", NOT_SERVED)
 def test_what_vllm_does_not_serve_is_said_at_start(given: tuple[str, ...], base: Path) -> None:
     config = load_config("lora_finetune", [f"model.path={base}", "data.files=[x]", "loss=cross_entropy", *given]).config
-    with torch.device("meta"):
-        model = build_model(config.model, vocab_size=260, seq_len=8)
-    said = [line for line in adapt(model, config.adapter, config) if "vLLM" in line]
+    said = [line for line in adapt(on_meta(config, 260), config.adapter, config) if "vLLM" in line]
     wanted = NOT_SERVED[given]
     assert len(said) == (wanted is not None)
     assert wanted is None or wanted in said[0]
@@ -194,32 +195,9 @@ def test_what_vllm_does_not_serve_is_said_at_start(given: tuple[str, ...], base:
 
 def test_an_encoder_decoder_in_a_directory_is_refused(base: Path) -> None:
     config = load_config("lora_finetune", [f"model.path={base}", "data.files=[x]"]).config
-    shape = load_config("qwen3_encdec_small", []).config.model
-    with torch.device("meta"):
-        model = build_model(shape, vocab_size=260, seq_len=8)
+    model = on_meta(load_config("qwen3_encdec_small", []).config, 260)
     with pytest.raises(ModelError, match="does not adapt encoder-decoders yet"):
         adapt(model, config.adapter, config)
-
-
-CONTRADICTIONS = {
-    ("adapter=lora", "model=qwen3_encdec", "data=ul2"): "adapter: lora does not adapt encoder-decoders yet",
-    ("adapter=lora",): "adapter: lora adapts a model that exists, got model=decoder",
-    ("adapter=lora", "model=pretrained", "model.path=x", "precision=qat"): "precision: qat changes the layers",
-    ("adapter=lora", "model=pretrained", "model.path=x", "average_last=3"): "average_last: a mean of adapters",
-    ("adapter=qlora", "model=pretrained", "model.path=x", "trainer=fsdp2"): "adapter: qlora trains under",
-    ("adapter=lora", "model=pretrained", "model.path=x", "trainer=pipeline", "trainer.shard=2"): "trainer.shard: a ",
-    ("adapter=lora", "model=pretrained", "model.path=x", "target_modules='(q'"): "not a regular expression",
-    # what peft has for layers alone
-    ("adapter=dora", "model=transformers", "model.path=x", "target_parameters=[experts.up]"): "target_parameters",
-    ("adapter=lora", "lora_dropout=0.1", "model=transformers", "model.path=x", "target_parameters=[experts.up]"):
-        "target_parameters",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("given", CONTRADICTIONS)
-def test_settings_that_exclude_an_adapter(given: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError, match=CONTRADICTIONS[given]):
-        load_config("default", list(given))
 
 
 def test_some_parameters_of_a_whole_model_are_trained(base: Path) -> None:

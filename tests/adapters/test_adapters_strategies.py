@@ -9,13 +9,15 @@ import parity
 import pytest
 import tiny
 import torch
-from lazily import AutoModelForCausalLM
+from finalized import theirs as load_theirs
 from ranks import run_ranks
 from safetensors.torch import load_file
-from test_adapters_runs import WORDS
+from test_adapters_peft import SHAPE
+from test_adapters_runs import WORDS, newest
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from forgather_cli.adapters.directory import WEIGHTS
 from forgather_cli.config.load import load_config
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.run_dir import RunDir
@@ -37,34 +39,27 @@ KINDS = {
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("base")
-    shape = {"vocab_size": 260, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    tiny.llama(**shape, num_hidden_layers=4, initializer_range=0.1).save_pretrained(path)
+    tiny.llama(**SHAPE | {"vocab_size": 260, "num_hidden_layers": 4, "initializer_range": 0.1}).save_pretrained(path)
     return path
 
 
 def train(root: Path, base: Path, *words: str) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
     """As one rank: (gradient norms, what the checkpoint has of the model, this rank's rows that differ from the base's
     files of what is frozen)."""
-    own = [word for word in words if word.startswith("model=")] or ["model=pretrained"]
     usual = [
-        *own, f"model.path={base}", *WORDS, "precision=fp32", "optimizer.eps=1e-6", "learning_rate=1e-3",
+        "model=pretrained", f"model.path={base}", *WORDS, "precision=fp32", "optimizer.eps=1e-6", "learning_rate=1e-3",
         "global_batch_size=8", "per_device_train_batch_size=4", "max_steps=8", "warmup_steps=1", "logging_steps=1",
     ]  # fmt: skip
-    more = [word for word in words if word not in own]
-    config = load_config(None, [*usual, f"output_dir={root}", *more]).config
+    config = load_config(None, [*usual, f"output_dir={root}", *words]).config
     trainer = tiny.train(config, RunDir(root))
-    files = AutoModelForCausalLM.from_pretrained(base).state_dict()
+    files = load_theirs(base).state_dict()
     changed = {
         name: tensor.detach()
         for name, tensor in named_tensors(trainer.run.strategy.parts).items()
         if not tensor.requires_grad
         and not torch.equal(local(tensor.detach()), files[name][box_of(tensor).slices].to(tensor.dtype))
     }
-    norms = [norm for _, _, norm in tiny.training_curve(root)]
-    saved = load_file(
-        RunDir(root).checkpoint(RunDir(root).checkpoint_steps()[-1]) / "model" / "adapter_model.safetensors"
-    )
-    return norms, saved, changed
+    return [norm for _, _, norm in tiny.training_curve(root)], load_file(newest(root) / WEIGHTS), changed
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -115,11 +110,11 @@ def _train_unsummed(root: Path, base: Path, *words: str) -> Any:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
         made(self, module, *args, **kwargs)
 
-    DistributedDataParallel.__init__ = broken  # type: ignore[method-assign]
+    DistributedDataParallel.__init__ = broken
     try:
         return train(root, base, *words)
     finally:
-        DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+        DistributedDataParallel.__init__ = made
 
 
 def test_a_gradient_that_is_not_summed_is_seen(alone: Any, base: Path, tmp_path: Path) -> None:

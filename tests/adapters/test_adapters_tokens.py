@@ -12,7 +12,8 @@ import test_adapters_runs as runs
 import test_adapters_strategies as strategies
 import tiny
 import torch
-from lazily import AutoModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from finalized import theirs as load_theirs
+from lazily import LoraConfig, PeftModel, get_peft_model
 from program import forgather
 from safetensors.torch import load_file
 from test_adapters_peft import IDS, SHAPE, built
@@ -27,7 +28,7 @@ from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import ModelError
 from forgather_cli.inference.source import locate
-from forgather_cli.models.build import build_model, fill
+from forgather_cli.models.build import fill
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("own_directory")]  # peft's, of transformers
 
@@ -59,25 +60,33 @@ def test_forward_gradients_files_and_merge_are_those_of_peft(
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """Models that are tied, and not."""
+    found = {}
+    for tied in (True, False):
+        found[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
+        tiny.llama(**SHAPE | {"vocab_size": 260}, tie_word_embeddings=tied).save_pretrained(found[tied])
+        load_tokenizer("bytes").save(found[tied])
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(with_tokenizer: dict[bool, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Any]:
     """Of each base: its directory, the settings, and what one device trains."""
     found = {}
-    for name in ("tied", "untied"):
-        root = tmp_path_factory.mktemp(name)
-        tiny.llama(**SHAPE | {"vocab_size": 260}, tie_word_embeddings=name == "tied").save_pretrained(root / "base")
-        ids = "[101,97,32]" if name == "tied" else "{embed_tokens: [101,97,32], lm_head: [101,97,32]}"
+    for tied, base in with_tokenizer.items():
+        ids = "[101,97,32]" if tied else "{embed_tokens: [101,97,32], lm_head: [101,97,32]}"
         words = ("adapter=lora", "adapter.target_modules=[v_proj]", f"adapter.trainable_token_indices={ids}")
-        found[name] = root / "base", words, strategies.train(root / "run", root / "base", *words)
+        found[tied] = base, words, strategies.train(tmp_path_factory.mktemp("alone"), base, *words)
     return found
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("tied", "ddp"), ("tied", "fsdp2"), ("untied", "ddp"), ("untied", "fsdp2"), ("untied", "pipeline")],
+    ("tied", "layout"), [(True, "ddp"), (True, "fsdp2"), (False, "ddp"), (False, "fsdp2"), (False, "pipeline")]
 )
-def test_every_strategy_agrees_with_one_device(name: str, layout: str, alone: Any, tmp_path: Path) -> None:
-    base, words, reference = alone[name]
-    assert sum("token_adapter" in each for each in reference[1]) == (1 if name == "tied" else 2)
+def test_every_strategy_agrees_with_one_device(tied: bool, layout: str, alone: Any, tmp_path: Path) -> None:
+    base, words, reference = alone[tied]
+    assert sum("token_adapter" in each for each in reference[1]) == (1 if tied else 2)
     strategies.assert_ranks_as_alone(reference, tmp_path, base, *words, *strategies.LAYOUTS[layout])
 
 
@@ -110,8 +119,8 @@ def test_tokens_of_a_chat_template_are_learned_in_spare_rows(tied: bool, capfd: 
         assert 1e-3 < (learned - mean).abs().max() < 0.1  # four steps from there
     assert forgather("finalize", "run", "merged", "--merge", "--text", str(Path(__file__))) == 0
     ids = torch.tensor([[3, tokens, 4, 1, tokens + 1, 9, 2, 6]])
-    apart = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("base"), runs.newest("run")).eval()
-    merged = AutoModelForCausalLM.from_pretrained("merged")
+    apart = PeftModel.from_pretrained(load_theirs("base"), runs.newest("run")).eval()
+    merged = load_theirs("merged")
     torch.testing.assert_close(merged(ids).logits, apart(ids).logits, rtol=1e-4, atol=1e-4)
     assert (merged(ids).logits - plain(ids).logits)[..., new].abs().max() > 0.01
     assert merged.config.tie_word_embeddings == tied
@@ -152,17 +161,6 @@ ENDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def with_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
-    """Models that are tied, and not."""
-    found = {}
-    for tied in (True, False):
-        found[tied] = tmp_path_factory.mktemp("tied" if tied else "untied")
-        tiny.llama(**SHAPE | {"vocab_size": 260}, tie_word_embeddings=tied).save_pretrained(found[tied])
-        load_tokenizer("bytes").save(found[tied])
-    return found
-
-
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_ends_of_a_model_are_read_and_merged_as_they_were_trained(
@@ -178,10 +176,10 @@ def test_ends_of_a_model_are_read_and_merged_as_they_were_trained(
     mine = against_peft.stirred(against_peft.ours(config))
     files = against_peft.saved(mine, config, Path("adapter"))
     logits = mine(IDS)
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), files).eval()
+    theirs = PeftModel.from_pretrained(load_theirs(base), files).eval()
     torch.testing.assert_close(theirs(IDS).logits, logits, rtol=1e-5, atol=1e-5)
     write_merged(locate(files), read_adapter(files), Path("merged"))
-    merged = AutoModelForCausalLM.from_pretrained("merged")
+    merged = load_theirs("merged")
     torch.testing.assert_close(merged(IDS).logits, logits, rtol=1e-5, atol=1e-5)
     assert merged.config.tie_word_embeddings == (tied and end not in ("head", "embedding"))
 
@@ -189,7 +187,7 @@ def test_ends_of_a_model_are_read_and_merged_as_they_were_trained(
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 def test_one_of_two_that_share_a_weight_trained_by_peft_is_refused(name: str, with_tokenizer: dict[bool, Path]) -> None:
     settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[name], task_type="CAUSAL_LM")
-    theirs = get_peft_model(AutoModelForCausalLM.from_pretrained(with_tokenizer[True]), settings)
+    theirs = get_peft_model(load_theirs(with_tokenizer[True]), settings)
     theirs.save_pretrained("peft")
     config = against_peft.config_of(with_tokenizer[True])
     with pytest.raises(ModelError, match="was trained apart from what shares it"):
@@ -201,7 +199,7 @@ def test_rows_of_added_tokens_are_the_bases_beside_an_adapter(model: str, bases:
     config = against_peft.config_of(bases["tied"], "adapter=lora", model=model)
     filled = built(config)
     fill(config, torch.device("cpu"), filled, 0, num_known=SHAPE["vocab_size"] - 2)
-    for name, tensor in AutoModelForCausalLM.from_pretrained(bases["tied"]).state_dict().items():
+    for name, tensor in load_theirs(bases["tied"]).state_dict().items():
         assert torch.equal(filled.state_dict()[name], tensor), name
 
 
@@ -218,9 +216,8 @@ def test_rows_that_cannot_be_trained_are_said_or_refused(given: tuple[str, ...],
 
     def account(*more: str) -> str:
         config = against_peft.config_of(bases["tied"], "adapter=lora", *given, *more)
-        with torch.device("meta"):
-            model = build_model(config.model, vocab_size=SHAPE["vocab_size"], seq_len=8)
-        model.new_tokens = range(38, 40)  # type: ignore[assignment]
+        model = against_peft.on_meta(config)
+        model.new_tokens = range(38, 40)
         said = adapt(model, config.adapter, config)
         assert not any("token_adapter" in name for name, _ in model.named_parameters())
         return "\n".join(said)
@@ -229,18 +226,3 @@ def test_rows_that_cannot_be_trained_are_said_or_refused(given: tuple[str, ...],
     assert "stay as the base has them: trainable_token_indices" in account("adapter.trainable_token_indices=[]")
     with pytest.raises(ModelError, match=LEFT_OUT[given]):
         account("adapter.trainable_token_indices=[38]")
-
-
-@pytest.mark.parametrize(
-    ("rows", "why"),
-    [
-        ("[40]", "below 40, the rows of model.embed_tokens"),
-        ("[3,3]", "must be different tokens"),
-        ("{q_proj: [3]}", "q_proj is neither embedding nor head; name model.embed_tokens or lm_head"),
-        ("{embed_tokens: [3], lm_head: [4]}", "share their weight; give both the same tokens"),
-    ],
-)
-def test_tokens_that_have_no_row(rows: str, why: str, bases: dict[str, Path]) -> None:
-    config = against_peft.config_of(bases["tied"], "adapter=lora", f"adapter.trainable_token_indices={rows}")
-    with pytest.raises(ModelError, match=why):
-        against_peft.ours(config)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from program import Process, Result, forgather, printed
 from saving import damage, flip
+from tiny import metrics
 
 from forgather_cli.config.schema import EVALUATED
 
@@ -25,7 +26,7 @@ STEP_1, STEP_2 = "trained/checkpoints/step-00000001", "trained/checkpoints/step-
 WEIGHTS = "model/model.safetensors"
 
 MINE = """
-import errno
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -45,12 +46,11 @@ def loss(logits, labels, factor=1.0):
 
 
 class Counts:
-    def __init__(self, path="counted.txt"):
-        self.path, self.steps = path, 0
+    steps = 0
 
     def on_step_end(self, args, state, control, **kwargs):
         self.steps += 1
-        Path(self.path).write_text(str(self.steps))
+        Path("counted.txt").write_text(str(self.steps))
 
     def state_dict(self):
         return {"steps": self.steps}
@@ -62,12 +62,9 @@ class Counts:
 class FillsTheDisk:
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 3:
-            with open("junk", "wb", buffering=0) as file:
-                try:
-                    while file.write(bytes(512)):
-                        pass
-                except OSError as error:
-                    assert error.errno == errno.ENOSPC
+            with open("junk", "wb", buffering=0) as file, suppress(OSError):
+                while file.write(bytes(512)):
+                    pass
 """
 
 
@@ -127,9 +124,6 @@ def trained(program: Program, run_of_two_steps: Path) -> Path:
     return Path("trained")
 
 
-# ------------------------------------------------------------------------------------------------- config mistakes
-
-
 def test_a_model_that_cannot_fit_is_refused(program: Program) -> None:
     message = program.refuses("train", *TEXT, "num_hidden_layers=100000000")
     assert "model.num_hidden_layers=100000000" in message.partition(": ")[0]
@@ -154,7 +148,7 @@ def test_a_best_metric_that_no_evaluation_has(program: Program) -> None:
     )
     fine = [*words[:-1], "metric_for_best_model=samples_per_second", "overwrite_output_dir=true"]
     assert program("train", *fine).code == 0
-    names = {name for each in Path("run/metrics.jsonl").read_text().splitlines() for name in json.loads(each)}
+    names = {name for each in metrics("run") for name in each}
     assert {f"eval_{name}" for name in EVALUATED} == {name for name in names if name.startswith("eval_")}
 
 
@@ -163,9 +157,6 @@ def test_a_set_up_mistake_leaves_an_empty_directory_of_the_user_empty(program: P
     program.refuses("train", *SYNTHETIC, "model.vocab_size=100")
     assert list(Path("run").iterdir()) in ([], [Path("run/.lock")])
     assert program("train", *SYNTHETIC, "max_steps=1", "save_strategy=no").code == 0
-
-
-# ------------------------------------------------------------------------------------------------- the run directory
 
 
 def test_a_used_directory_names_both_remedies_and_resume_takes_but_one(program: Program, trained: Path) -> None:
@@ -215,9 +206,6 @@ def test_a_run_whose_overwriting_was_killed_in_set_up_comes_back(
         return
     assert "already holds a run" in program("train", *SYNTHETIC, "output_dir=trained").err
     assert contents() == before
-
-
-# ------------------------------------------------------------------------------------------------------ checkpoints
 
 
 def test_a_checkpoint_that_is_damaged_mistyped_or_not_named_at_all(program: Program, trained: Path) -> None:
@@ -275,15 +263,13 @@ def test_resume_with_another_shape_or_other_data(program: Program, trained: Path
             assert all(line.startswith(start) for line, start in zip(said, lines, strict=True)), said
 
 
-def test_resume_with_another_tokenizer_packing_or_text(program: Program) -> None:
+def test_resume_with_another_tokenizer_or_packing(program: Program) -> None:
     assert program("train", *TEXT).code == 0
     for overrides, start in {
         "tokenizer=bpe bpe_vocab_size=300": "data.bpe_vocab_size: the checkpoint has 4096, this run 300;",
         "packing=best_fit": "data.packing: the checkpoint has 'concat', this run 'best_fit';",
     }.items():
         assert program.refuses("resume", "run", "max_steps=3", *overrides.split()).splitlines()[1].startswith(start)
-    Path("ok.txt").write_text("other text of mine\n" * 300)
-    assert "data: the samples are not those" in program.refuses("resume", "run", "max_steps=3")
 
 
 def test_files_of_the_data_that_are_others_are_named(program: Program) -> None:
@@ -293,8 +279,7 @@ def test_files_of_the_data_that_are_others_are_named(program: Program) -> None:
     for name in "abcd":
         (corpus / f"{name}.txt").write_text(f"text {name}\n" * 100)
         os.utime(corpus / f"{name}.txt", (1e9, 1e9))
-    words = [*SMALL, "data=text", "data.files=[corpus/*.txt]", "cache_dir=cache"]
-    assert program("train", *words, "max_steps=2", "output_dir=run").code == 0
+    assert program("train", *TEXT, "data.files=[corpus/*.txt]").code == 0
     assert program("resume", "run", "max_steps=3").code == 0  # the same ones
     (corpus / "a.txt").rename(corpus / "moved.txt")
     (corpus / "b.txt").write_text("another text\n" * 100)
@@ -323,9 +308,6 @@ def test_moments_of_another_shape_are_not_listed_by_the_hundred(program: Program
     assert program("resume", "trained", "max_steps=3", "hidden_size=32", "resume_components=[trainer,data]").code == 0
 
 
-# ------------------------------------------------------------------------------------------------ parts of the user
-
-
 def test_parts_of_the_user_by_target(program: Program) -> None:
     words = [word for word in SMALL if not word.startswith(("model=", "seq_len="))]
     words += ["model._target_=users_parts.Words", "model.width=8", "data._target_=mine.data", "loss._target_=mine.loss",
@@ -334,23 +316,19 @@ def test_parts_of_the_user_by_target(program: Program) -> None:
               "lr_scheduler.gamma=0.5", "+callbacks.mine._target_=mine.Counts"]  # fmt: skip
     done = program("train", *words)
     assert done.code == 0, done.err
-    records = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    records = metrics("run")
     rates = [record["learning_rate"] for record in records if "learning_rate" in record]
     assert rates[1] == pytest.approx(rates[0] / 2)
     assert records[0]["loss"] > 8  # twice the entropy of 257 bytes
     assert Path("counted.txt").read_text() == "2"
     assert program("resume", "run", "max_steps=3").code == 0
     assert Path("counted.txt").read_text() == "3"
-    trusted = ["run", "--trust-config"]
-    assert program("eval", *trusted).code == 0
-    assert program("generate", *trusted, "--prompt", "ab", "--max-new-tokens", "3", "--device", "cpu").code == 0
 
 
 def test_a_run_goes_on_and_is_evaluated_from_any_directory(
     program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*TEXT, "max_steps=2", "+callbacks.mine._target_=mine.Counts"]
-    assert program("train", *words).code == 0
+    assert program("train", *TEXT, "+callbacks.mine._target_=mine.Counts").code == 0
     run = Path("run").resolve()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -362,13 +340,10 @@ def test_a_run_goes_on_and_is_evaluated_from_any_directory(
     assert list(elsewhere.iterdir()) == []
 
 
-def test_a_model_of_the_user_that_is_none(program: Program) -> None:
+def test_a_model_of_the_user_that_is_none_leaves_no_directory(program: Program) -> None:
     own = [word for word in SYNTHETIC if not word.startswith("model=")]
-    said = program.refuses("train", *own, "model._target_=fractions.Fraction")
+    said = program.refuses("train", *own, "model._target_=fractions.Fraction", "output_dir=a/b/run")
     assert said.startswith("model._target_: fractions.Fraction must return an nn.Module, got Fract")
-
-
-# -------------------------------------------------------------------------------------------------------- a full disk
 
 
 SMALL_DISK = """

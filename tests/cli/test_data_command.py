@@ -91,8 +91,7 @@ def test_a_page_holds_every_token_for_light_and_dark_and_nothing_of_another_addr
     assert "prefers-color-scheme: dark" in text
     assert "\x1b" not in text
     assert not re.search(r">[<&]</span", text)  # of a token, as it stands
-    real = sample["documents"].count(0)
-    assert len(page.tokens) == real
+    assert len(page.tokens) == sample["documents"].count(0)
     for at, (attributes, token) in enumerate(page.tokens):
         told = re.fullmatch(r"id (\d+), position (\d+), (no )?target", attributes["title"] or "")
         assert told
@@ -123,9 +122,6 @@ def test_a_mistake_is_one_line_that_names_it_and_2(capsys: pytest.CaptureFixture
         assert named in line
     plot = ["--plot", "lengths.txt"]
     assert "--plot" in refusal(capsys, "data", "stats", "data=text", "data.files=[none.txt]", *plot)  # nothing is read
-
-
-# ------------------------------------------------------------------------------------------------- counts, and caches
 
 
 def test_stats_are_told_in_80_columns_and_as_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

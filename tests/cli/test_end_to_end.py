@@ -65,9 +65,6 @@ def reference(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return root / "run"
 
 
-# ---------------------------------------------------------------------------------------------------- stop and go on
-
-
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     reference: Path, corpus: list[str], tmp_path: Path, signum: signal.Signals
@@ -134,9 +131,6 @@ def test_a_step_that_hangs_ends_with_where_it_stands(tmp_path: Path) -> None:
     assert re.search(r"error: SIGTERM was not acted on within 0.3 s: rank 0 stands at .*:\d+ in hangs$", job.lines[-1])
     assert any("time.sleep(60)" in line or "in hangs" in line for line in job.lines[:-1])
     assert (ended().code, f"error: {ended().reason}") == (1, job.lines[-1])
-
-
-# -------------------------------------------------------------------------------------------------- what a person sees
 
 
 def test_on_a_terminal_everything_is_aligned_and_control_c_leaves_it_clean(corpus: list[str]) -> None:
@@ -219,9 +213,6 @@ def test_what_is_read_fits_80_columns_or_is_one_json_document(
     assert "…" not in text
 
 
-# -------------------------------------------------------------------------------------- every recipe, every option
-
-
 CHATS = ("chat_finetune", "lora_finetune", "qlora_finetune")
 ACCELERATE = "distributed_type: FSDP\nnum_processes: 2\nmixed_precision: bf16\nfsdp_config: {fsdp_version: 2}\n"
 
@@ -233,9 +224,8 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
              "num_key_value_heads=1", *(["bpe_vocab_size=300"] if recipe.startswith("pretrain") else [])]  # fmt: skip
     weights = f"model.path={RunDir(trained).checkpoint(8)}/model"
     own = {
-        "finetune": [weights],
+        **{name: [weights] for name in ("finetune", "qat")},
         **{name: [weights, "data.chat_template=chatml", f"data.add_tokens={name == CHATS[0]}"] for name in CHATS},
-        "qat": [weights],
         "pretrain_1b_pipeline": [*shape, "nproc_per_node=2", "n_microbatches=2", "per_device_eval_batch_size=2"],
         "pretrain_1b_nodes": [*shape, "nnodes=1", "nproc_per_node=2"],
         "pretrain_1b_accelerate": [*shape, "accelerate_config=fsdp.yaml"],
@@ -250,7 +240,11 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
     steps = ["max_steps=2", "seq_len=32", "global_batch_size=2", f"per_device_train_batch_size={batch}",
              "warmup_steps=1", "max_eval_samples=2", "eval_steps=2", "callbacks.textgen.max_new_tokens=4",
              "device=cpu"]  # fmt: skip
-    data = chats() if recipe in CHATS else corpus
+    data = corpus
+    if recipe in CHATS:
+        answer = json.dumps({"messages": [{"role": "assistant", "content": "Hello"}]})  # begins within 32 bytes
+        Path("chats.jsonl").write_text(f"{answer}\n" * 40)
+        data = ["data.files=[chats.jsonl]", "data.eval_files=[chats.jsonl]", "cache_dir=cache"]
     if is_paired:
         steps.remove("seq_len=32")
         data = [word for word in corpus if not word.startswith("data=")]
@@ -262,13 +256,6 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
         assert forgather("train", recipe, *words) == 0
     assert RunDir(Path("run")).checkpoint_steps() == [2]
     assert all(np.isfinite(loss) for _, loss, _ in curve(Path("run")))
-
-
-def chats() -> list[str]:
-    """Overrides for chat data: an answer that begins within 32 bytes."""
-    answer = json.dumps({"messages": [{"role": "assistant", "content": "Hello"}]})
-    Path("chats.jsonl").write_text(f"{answer}\n" * 40)
-    return ["data.files=[chats.jsonl]", "data.eval_files=[chats.jsonl]", "cache_dir=cache"]
 
 
 OPTIMIZERS = [option.type for option in get_args(get_args(OptimizerOption)[0]) if option is not Target]

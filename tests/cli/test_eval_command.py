@@ -17,7 +17,7 @@ import tokenizers
 import torch
 from program import Process, document, forgather, printed, shown
 from ranks import run_ranks
-from tiny import decoder
+from tiny import decoder, metrics
 from tokenizers import decoders, models
 
 from forgather_cli.cli.evaluate import config_to_evaluate
@@ -55,7 +55,6 @@ class Blocking:
 def data():
     return {"train": Blocking(), "eval": Blocking(), "seq_len": 32}
 """
-"""Data whose first sample never comes."""
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +81,6 @@ def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def evaluate(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
     return partial(document, capsys, "eval")
-
-
-# ---------------------------------------------------------------------------------------------------------- the numbers
 
 
 def by_transformers(directory: Path, text: str) -> dict[str, float]:
@@ -117,8 +113,8 @@ def test_the_numbers_are_those_of_transformers_and_of_training(
     assert found["eval_samples"] == -(-found["data"]["eval_tokens"] // SEQ_LEN)
     assert found["eval_tokens"] == found["data"]["eval_tokens"]
     assert found["eval_targets"] == found["eval_tokens"] - found["eval_samples"]
-    trained = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert found["eval_loss"] == pytest.approx(next(r["eval_loss"] for r in trained if "eval_loss" in r), rel=1e-6)
+    trained = next(r["eval_loss"] for r in metrics(run) if "eval_loss" in r)
+    assert found["eval_loss"] == pytest.approx(trained, rel=1e-6)
     assert (found["step"], found["ranks"], found["trainer"], found["precision"]) == (3, 1, "single", "fp32")
     alone = evaluate(str(model), *data_of(corpus), f"seq_len={SEQ_LEN}", "max_eval_samples=null")
     assert alone["eval_loss"] == pytest.approx(found["eval_loss"], rel=1e-6)
@@ -211,7 +207,6 @@ def test_an_evaluation_counts_what_a_plain_comparison_counts() -> None:
     labels[1, 3:] = -100
     counted = labels[:, 1:] != -100
     expected = ((likeliest[:, :-1] == labels[:, 1:]) & counted).sum().item()
-    sizes = torch.arange(64)
 
     def mean(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         flat = logits[:, :-1].flatten(0, 1)
@@ -220,14 +215,11 @@ def test_an_evaluation_counts_what_a_plain_comparison_counts() -> None:
     losses = [CrossEntropy(), LinearCrossEntropy(chunk_size=4), UserLoss(mean)]
     losses += [UserFusedLoss(lambda head: lambda hidden, labels: mean(head(hidden), labels))]
     for loss in losses:
-        loss.eval_metrics = seen = EvalMetrics(torch.device("cpu"), sizes)
+        loss.eval_metrics = seen = EvalMetrics(torch.device("cpu"), torch.arange(64))
         with torch.no_grad():
             loss.total(model, {"input_ids": ids}, labels, None)
         assert seen.correct.item() == expected
         assert seen.num_bytes.item() == labels[:, 1:][counted].sum().item()
-
-
-# ------------------------------------------------------------------------------------------------- bytes and tokenizers
 
 
 def test_tokens_know_their_bytes_where_their_text_is_made_of_them(tmp_path: Path) -> None:
@@ -260,9 +252,6 @@ def test_other_text_is_read_with_the_models_own_tokenizer(
         assert 0 < found["eval_bits_per_byte"] < found["eval_loss"] / math.log(2)
 
 
-# ------------------------------------------------------------------------------------------------ mistakes and signals
-
-
 def test_mistakes_are_one_message(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,14 +282,12 @@ def test_ctrl_c_ends_all_ranks_at_once(run: Path, tmp_path: Path) -> None:
     Path("conf/data/blocking.yaml").write_text("# Never comes.\n_target_: blocking.data\n")
     env = {"TMPDIR": str(tmp_path / "tmp")}
     with Process("eval", str(run), *STRATEGIES["ddp"], "data=blocking", env=env) as job:
-        while len(pids := list(Path().glob("pid-*"))) < 2 or not all(path.read_text() for path in pids):
-            assert job.process.poll() is None, job.finish() or job.output
-            time.sleep(0.05)
+        job.until(lambda: sum(bool(path.read_text()) for path in Path().glob("pid-*")) == 2)
         job.process.send_signal(signal.SIGINT)
         sent = time.monotonic()
         assert job.finish() == 130, job.output
     assert time.monotonic() - sent < 15
-    assert not any(is_running(int(path.read_text())) for path in pids)
+    assert not any(is_running(int(path.read_text())) for path in Path().glob("pid-*"))
     assert job.lines[-1] == "ended by SIGINT"
     assert "Traceback" not in job.output
     assert not list((tmp_path / "tmp").iterdir())

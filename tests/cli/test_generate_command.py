@@ -74,9 +74,6 @@ def lines(result: Result) -> list[Any]:
     return [json.loads(line) for line in result.out.splitlines()]
 
 
-# ----------------------------------------------------------------------------------------------------- text as it comes
-
-
 def test_characters_come_when_they_are_whole(tmp_path: Path) -> None:
     train_bpe(["def return class"], 270, tmp_path)
     text = TEXT * 3  # longer than what is decoded at a time
@@ -131,9 +128,8 @@ def test_a_model_of_the_users_that_fails_is_one_line() -> None:
 
     source = Source(Mine(), ByteTokenizer(), None, torch.device("cpu"))
     writer = Generator(source, end_tokens=(), chat=None, limit=None, directory=Path())
-    greedy = Sampling(max_new_tokens=2, do_sample=False)
     with pytest.raises(ModelError, match=r"^Mine: forward failed .*\(1, 3\) \(AssertionError, .*py:\d+\); ") as caught:
-        writer.write([[1, 2, 3]], greedy)
+        writer.write([[1, 2, 3]], Sampling(max_new_tokens=2, do_sample=False))
     assert "\n" not in str(caught.value)
 
 
@@ -146,9 +142,6 @@ def test_several_texts_to_one_prompt(say: Callable[..., Any]) -> None:
     assert [each["text"] for each in document(say(*words, "6", "--json"))["samples"]] != texts
     shown = say(*words, "5")[1]
     assert shown == "".join(f"--- {number} ---\ndef {text}\n" for number, text in enumerate(texts, 1))
-
-
-# ---------------------------------------------------------------------------------------------------- many at a time
 
 
 def by_transformers(directory: Path, prompt: str, count: int, **settings: Any) -> str:
@@ -208,9 +201,6 @@ def test_prompts_in_yaml_and_json_lines(say: Callable[..., Any]) -> None:
     shown = say("--prompts", "p.jsonl", "--max-new-tokens", "3")[1]
     assert shown.startswith("--- 1 ---\na")
     assert "--- 2 ---\nb\nc" in shown
-
-
-# ------------------------------------------------------------------------------------------------------- conversations
 
 
 @pytest.fixture(scope="module")
@@ -297,20 +287,18 @@ def test_on_a_terminal_texts_to_continue_are_asked_for(model: Path, say: Callabl
     assert terminal.finish() == 0
 
 
-# ------------------------------------------------------------------------------------------------------------- mistakes
-
 MISTAKES = {
     "--greedy --top-k 3 --top-p 0.5": ["--top-k: nothing reads it where nothing is drawn", "--top-p: nothing reads it"],
     "--greedy --temperature 0.5": ["--temperature: nothing reads it with --greedy; give one of the two"],
     "--temperature 0 --num-samples 2": ["--num-samples: all texts would be equal where nothing is drawn"],
     "--device gpu": ["--device: must be auto, cpu, cuda, cuda:N (a number) or mps, got 'gpu'"],
     "--top-p 2 --min-p nan": ["--top-p: must be less than or equal to 1, got 2", "--min-p: must be a finite number"],
-    "--min-new-tokens 9 --max-new-tokens 8": ["--min-new-tokens: got 9, and max_new_tokens is 8"],
+    "--min-new-tokens 9 --max-new-tokens 8": ["got 9, and max_new_tokens is 8; lower one or raise the other"],
     "--system x": ["--system: nothing reads it without --chat; add --chat"],
     "--chat --num-samples 2": ["--num-samples: nothing reads it with --chat; leave it out"],
     "--batch-size 2": ["--batch-size: nothing reads it without --prompts; leave it out"],
     "--prompts p.txt": ["--prompt: nothing reads it with --prompts; give one of the two"],
-    "--stop=": ["--stop: is empty"],
+    "--stop=": ["--stop: is empty; give the text to stop before"],
     "--output nowhere/x": ["--output: nowhere/x has no folder"],
 }
 FILES = {

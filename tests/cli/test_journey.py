@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 import tiny
-from program import Process, forgather
+from program import Process, forgather, nobody_runs
+
+from forgather_cli.launch.processes import children
 
 SETTINGS = (
     "model=nano", "precision=fp32", "optimizer=adamw", "learning_rate=2e-3",
@@ -17,37 +18,26 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def killed_after_save(words: tuple[str, ...], step: int, run: Path) -> None:
+def killed_after_save(words: tuple[str, ...], step: int) -> None:
     """Start a job and kill its launcher with SIGKILL once ``step`` is saved and another step is logged.
 
     Its ranks are killed with it; until they are gone they could still write.
     """
     with Process(*words) as job:
         job.read_until(rf"checkpoint saved: .*step-0*{step}\b")
+        ranks = children(job.process.pid)
+        assert len(ranks) > 1
         job.process.kill()
         job.finish()
-    deadline = time.monotonic() + 20
-    while any(str(run) in line for line in command_lines()):
-        assert time.monotonic() < deadline, "ranks outlive their launcher"
-        time.sleep(0.05)
-
-
-def command_lines() -> list[str]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            found.append(path.read_bytes().replace(b"\0", b" ").decode())
-        except OSError:
-            continue
-    return [line for line in found if "forgather_cli" in line]
+    assert nobody_runs(ranks), "ranks outlive their launcher"
 
 
 def test_pipeline_killed_then_fsdp2_killed_then_single_is_the_uninterrupted_single_run(tmp_path: Path) -> None:
     alone, run = tmp_path / "alone", tmp_path / "run"
     assert forgather("train", *SETTINGS, f"output_dir={alone}") == 0
     pipeline = ("trainer=pipeline", "nproc_per_node=2", "n_microbatches=4")
-    killed_after_save(("train", *SETTINGS, *pipeline, f"output_dir={run}"), 8, run)
-    killed_after_save(("resume", str(run), "trainer=fsdp2", "nproc_per_node=4"), 16, run)
+    killed_after_save(("train", *SETTINGS, *pipeline, f"output_dir={run}"), 8)
+    killed_after_save(("resume", str(run), "trainer=fsdp2", "nproc_per_node=4"), 16)
     assert forgather("resume", str(run), "trainer=single") == 0
     expected, curve = tiny.training_curve(alone), tiny.training_curve(run)
     assert [step for step, _, _ in curve] == list(range(1, 31))

@@ -18,8 +18,7 @@ from forgather_cli.run_dir import RunDir, run_of
 
 STEP = "step-00000002"
 SMALL = [
-    "model=nano", *(f"model.{name}={size}" for name, size in SHAPE.items()), "precision=fp32", "seq_len=32",
-    "global_batch_size=2", "callbacks=minimal", "device=cpu", "data.cache_dir=cache",
+    "model=nano", *(f"model.{name}={size}" for name, size in SHAPE.items()), "callbacks=minimal", "device=cpu",
 ]  # fmt: skip
 AGAIN = ["precision=fp32", "seq_len=32", "global_batch_size=2", "max_steps=2", "eval_strategy=no", "logging_steps=1",
          "data=text", "data.files=[corpus.txt]", "data.cache_dir=cache"]  # fmt: skip
@@ -34,8 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         Path("corpus.txt").write_text("def f(x):\n    return x + 1\n" * 200)
-        data = ["data=text", "data.files=[corpus.txt]"]
-        assert forgather("train", *SMALL, *data, "max_steps=2", "eval_strategy=no", "output_dir=RUN") == 0
+        assert forgather("train", *SMALL, *AGAIN, "output_dir=RUN") == 0
         shutil.copytree(RunDir(Path("RUN")).checkpoint(2), Path("elsewhere") / STEP)
         Path("config.yaml").write_text("compute_environment: LOCAL_MACHINE\n")
     return root

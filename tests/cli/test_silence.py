@@ -9,6 +9,7 @@ from pathlib import Path
 import finalized
 import pytest
 from program import SMALL, Process
+from two_ranks import free_port
 
 from forgather_cli.control import registry
 from forgather_cli.launch.job import Job
@@ -125,10 +126,8 @@ def test_a_job_that_does_not_answer_is_waited_for_by_name(tmp_path: Path) -> Non
 
 
 def test_a_second_node_says_where_it_waits(own_directory: None) -> None:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-        endpoint = f"localhost:{port}"
+    port = free_port()
+    endpoint = f"localhost:{port}"
     where = ["trainer=ddp", "nnodes=2", "node_rank=1", "nproc_per_node=1", f"rdzv_endpoint={endpoint}"]
     with start("train", *NEW, *where) as node:
         node.read_until(rf"^waiting for all 2 nodes at {endpoint} \.\.\.$")

@@ -18,7 +18,6 @@ import pytest
 import saving
 from logged import make_run
 from program import forgather
-from rich.console import RenderableType
 from terminal import Screen
 
 from forgather_cli.cli import diloco
@@ -147,10 +146,6 @@ def test_no_value_is_cut(command: str, output: Callable[..., str]) -> None:
     assert {*JOBS, *RUNS} & {*COMMANDS[command]} <= {*narrow.split()}, "which job and run it is, is never left out"
 
 
-def draw(table: Callable[[], RenderableType]) -> None:
-    console().print(table())
-
-
 def test_tables_that_are_redrawn_cut_no_value(output: Callable[..., str]) -> None:
     """Of a DiLoCo server's workers, and of a sweep while it trains."""
     worker = {"worker": "alone-1", "slot": 12, "state": "rejected", "step": 123456, "tokens_per_second": 12345.6,
@@ -159,7 +154,8 @@ def test_tables_that_are_redrawn_cut_no_value(output: Callable[..., str]) -> Non
               "received": 2**40, "sent": 2**40, "why": "waits for two", "workers": [worker, worker]}  # fmt: skip
     sweep = sweeps._Sweep(sweeps.plan_jobs("default", SWEEP_AGAIN.split()[1:-1], None), [], 2, [])
     for table in (partial(diloco._shown, status), sweep._table):
-        check(*(output(stream, of=partial(draw, table)) for stream in (io.StringIO(), Screen())))
+        drawn = (output(stream, of=lambda t=table: console().print(t())) for stream in (io.StringIO(), Screen()))
+        check(*drawn)
 
 
 @pytest.mark.parametrize("command", FACTS, ids=lambda command: "-".join(command.split()[:2]))

@@ -44,8 +44,7 @@ def test_saved_config_is_read_back_equal(tmp_path: Path) -> None:
         "+optimizer.groups.head={regex: lm_head, optimizer: {type: sgd, momentum: 0.5}}",
     ]  # fmt: skip
     loaded = load_config(None, overrides, cwd=tmp_path)
-    saved = write(tmp_path / "config.yaml", dump_tree(loaded.tree))
-    assert load_saved(saved) == loaded.config
+    assert load_saved(write(tmp_path / "config.yaml", dump_tree(loaded.tree))) == loaded.config
     assert decode(to_tree(loaded.config)) == loaded.config
     assert loaded.config.callbacks.custom == {"mine": Target(path="forgather_cli.callbacks.base.TrainerCallback")}
 
@@ -142,10 +141,8 @@ def test_relative_paths_count_from_where_the_run_was_started(tmp_path: Path, mon
         "more": {"file": "texts/a.txt", "rows": 3}, "key": "${oc.env:HOME}", "long": "a/" * 5000,
     }  # fmt: skip
     trees = [{"data": own}, {"data": {"files": ["a.txt", "~/b"], "tokenizer": "texts"}, "loss": {"type": "train"}}]
-    found = []
     monkeypatch.chdir(tmp_path / "elsewhere")
-    for tree in trees:
-        found.append(load_tree(write(run / "config.yaml", dump_tree(tree))))
+    found = [load_tree(write(run / "config.yaml", dump_tree(tree))) for tree in trees]
     there = {"folder": f"{start}/texts", "files": [f"{start}/texts/a.txt", "texts/none.txt"]}
     assert found[0] == {"data": {**own, **there, "more": {"file": f"{start}/texts/a.txt", "rows": 3}}}
     assert found[1]["data"] == {"files": [f"{start}/a.txt", "~/b"], "tokenizer": f"{start}/texts"}
@@ -154,30 +151,25 @@ def test_relative_paths_count_from_where_the_run_was_started(tmp_path: Path, mon
     assert load_tree(run / "config.yaml") == trees[1], "there they are as typed"
 
 
-class TestResumed:
-    @pytest.fixture
-    def saved(self, tmp_path: Path) -> Path:
-        loaded = load_config(None, ["model=nano", "warmup_steps=7", "callbacks=minimal"], cwd=tmp_path)
-        return write(tmp_path / "run/config.yaml", dump_tree(loaded.tree))
-
-    def test_values_change_and_groups_are_replaced_whole(self, saved: Path) -> None:
-        loaded = load_resumed(saved, [])
-        assert loaded.config == load_saved(saved)
-        assert (loaded.recipe, loaded.given) == ("default", frozenset())
-        loaded = load_resumed(saved, ["max_steps=9", "trainer=pipeline", "n_microbatches=8", "lr_scheduler=cosine"])
-        assert (loaded.config.max_steps, loaded.config.trainer.n_microbatches) == (9, 8)
-        assert loaded.config.lr_scheduler == CosineSettings()
-        assert loaded.config.model.hidden_size == 64
-        assert loaded.config.callbacks.tensorboard is None
-
-    def test_what_an_option_requires_is_asked_for_and_a_damaged_config_named(self, saved: Path) -> None:
-        with pytest.raises(ConfigError, match=r"data.files: required by data=text; set data.files=\[\.\.\.\]"):
-            load_resumed(saved, ["data=text"])
-        text = load_resumed(saved, ["data=text", "files=[a.txt]"]).config.data
-        assert text == TextSettings(files=["a.txt"], tokenizer="bpe")
-        saved.write_text(saved.read_text().replace("hidden_size: 64", "hidden_size: wide"))
-        with pytest.raises(ConfigError, match=r"config.yaml: model.hidden_size: must be a whole number, got 'wide'"):
-            load_saved(saved)
+def test_a_resume_changes_values_replaces_groups_whole_asks_for_what_they_require_and_names_a_damaged_config(
+    tmp_path: Path,
+) -> None:
+    loaded = load_config(None, ["model=nano", "warmup_steps=7", "callbacks=minimal"], cwd=tmp_path)
+    saved = write(tmp_path / "run/config.yaml", dump_tree(loaded.tree))
+    resumed = load_resumed(saved, [])
+    assert resumed.config == load_saved(saved)
+    assert (resumed.recipe, resumed.given) == ("default", frozenset())
+    words = ["max_steps=9", "trainer=pipeline", "n_microbatches=8", "lr_scheduler=cosine"]
+    config = load_resumed(saved, words).config
+    assert (config.max_steps, config.trainer.n_microbatches, config.model.hidden_size) == (9, 8, 64)
+    assert (config.lr_scheduler, config.callbacks.tensorboard) == (CosineSettings(), None)
+    with pytest.raises(ConfigError, match=r"data.files: required by data=text; set data.files=\[\.\.\.\]"):
+        load_resumed(saved, ["data=text"])
+    text = load_resumed(saved, ["data=text", "files=[a.txt]"]).config.data
+    assert text == TextSettings(files=["a.txt"], tokenizer="bpe")
+    saved.write_text(saved.read_text().replace("hidden_size: 64", "hidden_size: wide"))
+    with pytest.raises(ConfigError, match=r"config.yaml: model.hidden_size: must be a whole number, got 'wide'"):
+        load_saved(saved)
 
 
 def test_own_groups_come_before_the_shipped_one_and_a_saved_order_stays(tmp_path: Path) -> None:

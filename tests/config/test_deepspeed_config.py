@@ -41,7 +41,6 @@ ZERO3: dict[str, Any] = {
     "distributed_type": "DEEPSPEED",
     "fsdp_config": {},
 }
-"""ZeRO-3 with offload."""
 NO_OFFLOAD = {"offload_optimizer_device": "none", "offload_param_device": "none"}
 JSON: dict[str, Any] = {
     "bf16": {"enabled": "auto"},
@@ -133,9 +132,8 @@ def test_other_stages(tmp_path: Path) -> None:
     for stage in (2, 1):
         found = accelerate_settings(yaml_file(tmp_path / "f.yaml", zero_stage=stage), own_decoder=True).settings
         assert (found["trainer"], found["trainer.reshard_after_forward"]) == ("fsdp2", False)
-    path = yaml_file(tmp_path / "f.yaml", zero_stage=0, **NO_OFFLOAD)
     for words in ([], ["trainer=fsdp2"]):  # which the file cannot be named without
-        found = loaded(path, *words)
+        found = loaded(yaml_file(tmp_path / "f.yaml", zero_stage=0, **NO_OFFLOAD), *words)
         assert found.config.trainer == DDPSettings()
         assert notes(found)["zero_stage: 0"] == "trainer=ddp"
 
@@ -189,14 +187,12 @@ def test_other_optimizers_and_schedules(tmp_path: Path) -> None:
 def test_every_wrong_key_of_a_json_is_named_with_what_to_do(tmp_path: Path) -> None:
     zero, nvme = JSON["zero_optimization"], {"device": "nvme", "nvme_path": "/nvme"}
     wrong_zero = {"stage": 5, "offload_param": nvme, "overlap_com": True, "zero_hpz_partition_size": 8}
-    optimizer = {"type": "AdamW", "params": {"lr": 0.1, "adam_w_mode": False}}
-    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2}}
     changes = {
         "zero_optimization": {**zero, **wrong_zero}, "gradient_cliping": 1.0, "wandb": {"enabled": True},
-        "optimizer": optimizer, "scheduler": scheduler,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "adam_w_mode": False}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.2}},
         "fp16": {"enabled": True, "loss_scale": 128}, "bf16": {"enabled": True},
     }  # fmt: skip
-    found = wrong(json_file(tmp_path / "ds.json", **changes))
     expected = [
         "zero_optimization.stage: must be 0, 1, 2 or 3, got 5",
         "zero_optimization.offload_param.device: must be none",
@@ -210,7 +206,7 @@ def test_every_wrong_key_of_a_json_is_named_with_what_to_do(tmp_path: Path) -> N
         "scheduler.params.warmup_max_lr: contradicts optimizer.params.lr: 0.1",
         "wandb: nothing reads it",
     ]
-    assert_begin(found, expected)
+    assert_begin(wrong(json_file(tmp_path / "ds.json", **changes)), expected)
     first, *_ = wrong(json_file(tmp_path / "ds.json", zero_optimization={**zero, "stage": 0}))
     assert first.startswith("zero_optimization.offload_optimizer.device: needs zero_stage")
 
@@ -236,9 +232,6 @@ def test_a_file_that_says_something_else(tmp_path: Path, monkeypatch: pytest.Mon
         (tmp_path / "f.yaml").write_text(yaml.safe_dump({**ZERO3, name: section}))
         (found,) = wrong(tmp_path / "f.yaml")
         assert found.startswith(name)
-
-
-# --------------------------------------------------------------------------------------------------- accelerate launch
 
 
 @pytest.fixture

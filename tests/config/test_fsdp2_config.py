@@ -44,8 +44,6 @@ def test_settings_that_cannot_be(overrides: str) -> None:
     assert found.startswith(MISTAKES[overrides])
 
 
-# ---------------------------------------------------------------------------------------------------- accelerate_config
-
 OF_FSDP: dict[str, Any] = {
     **WRITTEN,
     "distributed_type": "FSDP",
@@ -66,7 +64,6 @@ OF_FSDP: dict[str, Any] = {
     "main_process_port": 29501,
     "num_machines": 2,
 }
-"""For two machines."""
 
 
 def written(path: Path, fsdp: dict[str, Any] | None = None, **changes: Any) -> Path:
@@ -130,9 +127,8 @@ def test_a_recipe_that_says_otherwise_is_a_mistake(tmp_path: Path) -> None:
 
 def test_a_resumed_run_has_the_settings_and_needs_no_file(tmp_path: Path) -> None:
     path = written(tmp_path / "f.yaml")
-    first = loaded(path)
     saved = tmp_path / "config.yaml"
-    saved.write_text(dump_tree(first.tree))
+    saved.write_text(dump_tree(loaded(path).tree))
     path.unlink()
     config = load_resumed(saved, ["cpu_offload=false"]).config
     assert config.trainer == FSDP2Settings(reshard_after_forward=False)
@@ -149,7 +145,6 @@ def test_every_wrong_key_of_a_file_is_named_with_what_to_do(tmp_path: Path) -> N
         "num_process": 2, "num_processes": 7, "gpu_ids": "0,1", "dynamo_config": {"dynamo_backend": "INDUCTOR"},
         "tpu_use_cluster": True,
     }  # fmt: skip
-    found = wrong(written(tmp_path / "f.yaml", fsdp, **changes))
     expected = [
         "compute_environment: must be LOCAL_MACHINE",
         "num_processes: must be a multiple of num_machines=2, got 7",
@@ -165,20 +160,18 @@ def test_every_wrong_key_of_a_file_is_named_with_what_to_do(tmp_path: Path) -> N
         "tpu_use_cluster: nothing reads it, got True; no TPUs here",
         "num_process: no such key; did you mean num_processes",
     ]
-    assert_begin(found, expected)
-
-
-OTHER_WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"fsdp_version": None}, {}, "fsdp_config.fsdp_version: must be 2, got 1"),
-    ({}, {"distributed_type": "MULTI_GPU"}, "distributed_type: must be FSDP or DEEPSPEED, got 'MULTI_GPU'; set trai"),
-    ({"fsdp_sharding_strategy": "FULL_SHARD"}, {}, "fsdp_config.fsdp_reshard_after_forward: contradicts"),
-    ({}, {"num_machines": 0, "machine_rank": 0}, "num_machines: must be a whole number, 1 or more, got 0"),
-    ({}, {"fsdp_config": []}, "fsdp_config: must be a mapping with fsdp_version: 2, got []"),
-]
+    assert_begin(wrong(written(tmp_path / "f.yaml", fsdp, **changes)), expected)
 
 
 def test_a_file_that_says_something_else(tmp_path: Path) -> None:
-    for fsdp, changes, start in OTHER_WRONG:
+    cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"fsdp_version": None}, {}, "fsdp_config.fsdp_version: must be 2, got 1"),
+        ({}, {"distributed_type": "MULTI_GPU"}, "distributed_type: must be FSDP or DEEPSPEED, got 'MULTI_GPU'; set"),
+        ({"fsdp_sharding_strategy": "FULL_SHARD"}, {}, "fsdp_config.fsdp_reshard_after_forward: contradicts"),
+        ({}, {"num_machines": 0, "machine_rank": 0}, "num_machines: must be a whole number, 1 or more, got 0"),
+        ({}, {"fsdp_config": []}, "fsdp_config: must be a mapping with fsdp_version: 2, got []"),
+    ]
+    for fsdp, changes, start in cases:
         (found,) = wrong(written(tmp_path / "f.yaml", fsdp, **changes))
         assert found.startswith(start), found
 
@@ -192,19 +185,14 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, text: str | None) -> None:
         accelerate_settings(path, own_decoder=True)
 
 
-MODELS = {
-    "the user's": ("model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"),
-    "transformers": ("model=transformers", "model.config={model_type: gpt2, n_layer: 2}"),
-}
-
-
-@pytest.mark.parametrize("model", MODELS)
-def test_layer_classes_of_another_model_are_looked_for_where_it_is_built(tmp_path: Path, model: str) -> None:
+def test_layer_classes_of_another_model_are_looked_for_where_it_is_built(tmp_path: Path) -> None:
     path = written(tmp_path / "f.yaml", {"fsdp_transformer_layer_cls_to_wrap": "GPT2Block, Other"})
-    assert loaded(path, *MODELS[model]).config.trainer.block_classes == ["GPT2Block", "Other"]
+    for words in (
+        ("model._target_=torch.nn.Linear", "+model.in_features=2", "+model.out_features=2"),
+        ("model=transformers", "model.config={model_type: gpt2, n_layer: 2}"),
+    ):
+        assert loaded(path, *words).config.trainer.block_classes == ["GPT2Block", "Other"]
 
-
-# --------------------------------------------------------------------------------------------------- accelerate launch
 
 HERE = {"main_process_ip": None, "main_process_port": 0, "machine_rank": 0, "num_machines": 1, "num_processes": 2}
 
@@ -312,7 +300,6 @@ def test_accelerate_launch_with_what_its_file_may_not_say(launch: Callable[..., 
             "fsdp_transformer_layer_cls_to_wrap": "GPT2Block"}  # fmt: skip
     path = launch(fsdp, dynamo_config={"dynamo_backend": "INDUCTOR"}, debug=True)
     assert len(problems(f"accelerate_config={path}")) == 5
-    found = problems()
     expected = [
         "ACCELERATE_DYNAMO_BACKEND in the environment",
         "ACCELERATE_DEBUG_MODE in the environment: nothing reads it",
@@ -320,7 +307,7 @@ def test_accelerate_launch_with_what_its_file_may_not_say(launch: Callable[..., 
         "FSDP_AUTO_WRAP_POLICY in the environment: must be",
         "FSDP_TRANSFORMER_CLS_TO_WRAP in the env",
     ]
-    assert_begin(found, expected)
+    assert_begin(problems(), expected)
 
 
 def test_variables_of_accelerate_without_its_ranks_count_for_nothing(

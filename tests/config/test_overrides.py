@@ -63,10 +63,10 @@ def test_removal(tree: Any) -> None:
 
 
 def test_precedence_is_later_words_command_line_recipe_option_file(tree: Any, tmp_path: Path) -> None:
-    recipe = tmp_path / "r.yaml"
-    recipe.write_text(
+    write(
+        tmp_path / "r.yaml",
         "defaults: [train, {override trainer: pipeline}, _self_]\nn_microbatches: 8\nmin_lr_ratio: ${max_grad_norm}\n"
-        "optimizer.betas: [0.1, 0.2]\nmax_grad_norm: 0.5\nrope_scaling: {rope_type: linear, factor: 2}\n"
+        "optimizer.betas: [0.1, 0.2]\nmax_grad_norm: 0.5\nrope_scaling: {rope_type: linear, factor: 2}\n",
     )
     found = tree(recipe="r.yaml")
     assert found["trainer"]["n_microbatches"] == 8

@@ -20,26 +20,21 @@ from forgather_cli.errors import ConfigError
 
 CONF = options.shipped("conf")
 RECIPES = options.shipped("recipes")
+PATH, TEXTS = "model.path=/nowhere", ["data=text", "data.files=[a]"]
+BASE = ["model=pretrained", PATH]
 NEEDS = {
-    "finetune": ["model.path=/nowhere"],
-    "chat_finetune": ["model.path=/nowhere", "data.files=[a]"],
-    "lora_finetune": ["model.path=/nowhere", "data.files=[a]"],
-    "qlora_finetune": ["model.path=/nowhere", "data.files=[a]"],
-    "qat": ["model.path=/nowhere"],
+    **{name: [PATH] for name in ("finetune", "qat")},
+    **{name: [PATH, "data.files=[a]"] for name in ("chat_finetune", "lora_finetune", "qlora_finetune")},
     "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
 }
-BASE = ["model=pretrained", "model.path=/nowhere"]
 MANDATORY = {
-    **{f"adapter={name}": BASE for name in ("lora", "dora", "qlora")},
+    **dict.fromkeys(("adapter=lora", "adapter=dora", "adapter=qlora"), BASE),
+    **{name: [PATH] for name in ("model=pretrained", "model=transformers")},
+    **{name: ["files=[a]"] for name in ("data=text", "data=tokens", "data=instruct")},
+    "data=hf": ["dataset=a"],
     "data=ul2": ["model=qwen3_encdec"],
     "data=seq2seq": ["model=qwen3_encdec", "files=[a]"],
     "model=qwen3_encdec": ["data=ul2"],
-    "data=text": ["files=[a]"],
-    "data=tokens": ["files=[a]"],
-    "data=hf": ["dataset=a"],
-    "data=instruct": ["files=[a]"],
-    "model=pretrained": ["model.path=/nowhere"],
-    "model=transformers": ["model.path=/nowhere"],
 }
 SIZES = [f"model={name}" for name in ("nano", "tiny", "60m", "160m", "1b")]
 OPTIONS = sorted(f"{group}={file.stem}" for group in options.GROUPS for file in (CONF / group).glob("*.yaml"))
@@ -52,9 +47,6 @@ def test_recipes_compose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         config = load_config(recipe, NEEDS.get(recipe, []), cwd=tmp_path).config
         assert config.recipe == recipe
         assert config.global_batch_size is not None, "shipped recipes give the same steps in every layout"
-
-
-PATH, TEXTS = "model.path=/nowhere", ["data=text", "data.files=[a]"]
 
 
 @pytest.fixture
@@ -91,8 +83,7 @@ def test_weights_without_a_recipe_are_fine_tuned_and_it_is_said(own: Path) -> No
 
 def test_settings_for_fresh_weights_are_warned_of_on_given_ones(own: Path) -> None:
     for recipe, words in {
-        "default": ["model=pretrained", PATH],
-        "pretrain_60m": ["model=pretrained", PATH],
+        **dict.fromkeys(("default", "pretrain_60m"), BASE),
         "from_scratch": [],  # a user's, with the rate of a shipped one
         "from_train": [],  # with that of train.yaml
         "qwen3_encdec_small": ["model.init_from=/nowhere"],
@@ -111,13 +102,11 @@ def test_settings_for_fresh_weights_are_warned_of_on_given_ones(own: Path) -> No
 
 def test_a_rate_that_was_chosen_for_weights_is_not_warned_of(own: Path) -> None:
     for recipe, words in {
-        "finetune": [PATH],
-        "qat": [PATH],
+        **{name: [PATH] for name in ("finetune", "qat", "own_finetune")},
         "chat_finetune": [PATH, "data.files=[b]"],
         "qwen3_encdec_ul2": ["model.init_from=/nowhere"],
         "own_rate": [],
-        "own_finetune": [PATH],
-        "pretrain_60m": ["model=pretrained", PATH, "learning_rate=1e-4"],  # as typed
+        "pretrain_60m": [*BASE, "learning_rate=1e-4"],  # as typed
     }.items():
         assert load_config(recipe, words, cwd=own).notes == ()
 
@@ -125,7 +114,7 @@ def test_a_rate_that_was_chosen_for_weights_is_not_warned_of(own: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "tokenizer"),
     [
-        ([], "bpe"), (["data=text", "data.files=[a]"], "bpe"), (["data=hf", "dataset=a"], "bpe"),
+        ([], "bpe"), (TEXTS, "bpe"), (["data=hf", "dataset=a"], "bpe"),
         (["tokenizer_default=bytes"], "bytes"), (["tokenizer=bytes"], "bytes"), (["tokenizer=theirs"], "theirs"),
         (BASE, "/nowhere"), (["data=hf", "dataset=a", "streaming=true"], "bytes"),
         (["data=tokens", "data.files=[a]"], "bytes"), (["data=synthetic"], "bytes"),

@@ -116,22 +116,19 @@ def test_a_token_is_written_nowhere(here: Path, capsys: pytest.CaptureFixture[st
         assert (control["auth_token"], control["auth_token_file"]) == (None, "token" if run == "file" else None)
     assert "***" in Path("direct/origin.yaml").read_text()
     assert "FORGATHER_AUTH_TOKEN" not in os.environ
-    shown = document(capsys, "config", "show", typed)
-    assert shown["callbacks"]["control"]["auth_token"] is None
-
-
-MISTAKES = {
-    "callbacks.control.auth_token_file=none": "callbacks.control.auth_token_file: none",
-    "callbacks.control.auth_token_file=short": "callbacks.control.auth_token_file: short",
-    f"callbacks.control.auth_token_file=short callbacks.control.auth_token={TOKEN}": "auth_token: excludes",
-    "callbacks.control.auth_token_file=short callbacks.control.disable_auth=true": "auth_token_file: nothing reads it",
-}
+    assert document(capsys, "config", "show", typed)["callbacks"]["control"]["auth_token"] is None
 
 
 def test_mistakes_of_a_token(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("short").write_text("short\n")
-    for overrides, said in MISTAKES.items():
-        assert said in refusal(capsys, "train", *SMALL, *DATA, *overrides.split(), "output_dir=new")
+    for overrides, said in {
+        "auth_token_file=none": "callbacks.control.auth_token_file: none",
+        "auth_token_file=short": "callbacks.control.auth_token_file: short",
+        f"auth_token_file=short auth_token={TOKEN}": "auth_token: excludes",
+        "auth_token_file=short disable_auth=true": "auth_token_file: nothing reads it",
+    }.items():
+        words = [f"callbacks.control.{word}" for word in overrides.split()]
+        assert said in refusal(capsys, "train", *SMALL, *DATA, *words, "output_dir=new")
         assert not Path("new").exists()
 
 

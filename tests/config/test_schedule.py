@@ -26,8 +26,7 @@ from forgather_cli.config.schema import RunSettings
     ],
 )
 def test_steps_at_which_it_is_due(due: Any, settings: dict[str, Any], steps: list[int]) -> None:
-    args = RunSettings(**settings)
-    assert [step for step in range(1, 8) if due(args, step)] == steps
+    assert [step for step in range(1, 8) if due(RunSettings(**settings), step)] == steps
 
 
 def test_a_run_evaluates_where_any_setting_has_it_do_so() -> None:

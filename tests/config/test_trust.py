@@ -89,8 +89,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "callbacks": {"callbacks": {"mine": IMPORTS}},
     "trackers": {"callbacks": {"trackers": {"names": ["planted.Net"]}}},
 }
-
-
 CONFIGS["all"] = {group: value for config in CONFIGS.values() for group, value in config.items()}
 
 
@@ -110,7 +108,6 @@ def test_a_saved_config_runs_nothing(run: Path, name: str, capsys: pytest.Captur
 
 
 def test_data_of_the_runs_own(planted: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eval asks for data, finalize proves on its built-in text and says so; --trust-config lets both take it."""
     own = ["model=nano", "callbacks=minimal", "device=cpu", "max_steps=1", "data._target_=planted.data"]
     assert forgather("train", *own, "output_dir=RUN") == 0
     Path("ran").unlink()
@@ -152,7 +149,6 @@ def test_a_model_and_data_of_the_runs_own_without_a_tokenizer(planted: Path) -> 
 
 
 def test_a_directory_with_config_json_is_a_model(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever lies beside it."""
     assert forgather("finalize", "RUN", "model") == 0
     shutil.copy("RUN/config.yaml", "model/config.yaml")
     change(Path("model"), data=IMPORTS)

@@ -54,7 +54,6 @@ def said_of(each: str) -> str:
 
 
 def assert_restarted(output: str, faults: tuple[str, ...]) -> None:
-    """Each fault was followed by a restart, and told in one line."""
     assert [Path(f"acted-{n}").exists() for n in range(len(faults))] == [True] * len(faults)
     restarts = [line for line in output.splitlines() if line.startswith("restart ")]
     assert len(restarts) == len(faults), output
@@ -64,7 +63,6 @@ def assert_restarted(output: str, faults: tuple[str, ...]) -> None:
 
 
 def assert_ended(output: str, last: str) -> None:
-    """The fault that ended the job: one message, a traceback below it if it raised, and the run can be gone on with."""
     if RUN.checkpoint_steps():
         output, _, told = output.rpartition("\n\nto resume from step ")
         assert told.strip() == f"{RUN.checkpoint_steps()[-1]}:\nforgather resume run"

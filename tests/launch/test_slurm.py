@@ -21,7 +21,7 @@ from two_ranks import SMALL, recorded_steps
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 
-TWO_NODES = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=20"]
+WAITS = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=20"]
 Script = Callable[..., str]
 
 
@@ -138,7 +138,7 @@ class Slurm:
 
 
 def test_a_job_saves_before_its_limit_and_goes_on_when_it_is_requeued(script: Script) -> None:
-    words = [*WORDS, *TWO_NODES, "+callbacks.slow={_target_: stalls.Slow, seconds: 0.3}"]
+    words = [*WORDS, *WAITS, "+callbacks.slow={_target_: stalls.Slow, seconds: 0.3}"]
     slurm = Slurm(script(*words))
     assert slurm.options["nodes"] == "2"
     assert {"requeue", "signal"} <= slurm.options.keys()
@@ -174,7 +174,6 @@ def handles_sigterm(pid: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-WAITS = ["trainer=ddp", "nnodes=2", "nproc_per_node=1", "max_steps=4"]
 ENDED = "ended at once by SIGTERM before the first step; the newest checkpoint is step 3"
 
 

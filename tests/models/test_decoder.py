@@ -155,8 +155,7 @@ def test_cache_grows_past_its_first_capacity_and_excludes_documents() -> None:
 
 def test_dropouts_act_in_training_only() -> None:
     model = decoder(attention_dropout=0.5, residual_dropout=0.5)
-    reference = decoder()
-    torch.testing.assert_close(model(ids()), reference(ids()), rtol=0, atol=0)
+    torch.testing.assert_close(model(ids()), decoder()(ids()), rtol=0, atol=0)
     for off in ("attention_dropout", "residual_dropout"):
         model = decoder(**{"attention_dropout": 0.5, "residual_dropout": 0.5, off: 0.0}).train()
         assert not torch.allclose(model(ids()), model(ids())), off
@@ -218,16 +217,9 @@ def test_blocks_compile_in_place_once_for_all_layers(recomputed: bool) -> None:
 
 
 def test_blocks_of_other_models_and_of_none() -> None:
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x)
-
-    model = nn.ModuleDict({"wte": nn.Embedding(4, 3), "h": nn.Sequential(Block(), Block()), "ln": nn.LayerNorm(3)})
-    assert blocks_of(model) == list(model["h"])
+    blocks = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1) for _ in range(2)))
+    model = nn.ModuleDict({"wte": nn.Embedding(4, 4), "h": blocks, "ln": nn.LayerNorm(4)})
+    assert blocks_of(model) == list(blocks)
     lacks = r"gradient_checkpointing: Linear has no nn\.ModuleList .*gradient_checkpointing=false"
     with pytest.raises(ModelError, match=lacks):
         apply_activation_checkpointing(nn.Linear(2, 2))

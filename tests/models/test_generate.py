@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from forgather_cli.config.schema import RopeScaling, Sampling
+from forgather_cli.config.schema import RopeScaling
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate, left_padded
 
@@ -38,9 +38,8 @@ def test_where_angles_change_with_the_length_the_whole_text_is_fed() -> None:
 def test_left_padded_prompts_give_the_tokens_they_give_alone(use_cache: bool) -> None:
     logits, lengths = partial(model_logits, decoder(num_key_value_heads=1)), [7, 3, 5]
     mask = torch.stack([(torch.arange(7) >= 7 - n).long() for n in lengths])
-    prompts = PROMPTS * mask
     options: dict[str, Any] = {"max_new_tokens": 15, "do_sample": False, "repetition_penalty": 1.3}
-    together = generate(logits, prompts, mask, use_cache=use_cache, **options)
+    together = generate(logits, PROMPTS * mask, mask, use_cache=use_cache, **options)
     for row, n in enumerate(lengths):
         alone = generate(logits, PROMPTS[row : row + 1, 7 - n :], **options)
         assert torch.equal(together[row, 7:], alone[0, n:])
@@ -192,10 +191,3 @@ def test_a_text_that_is_over_ends_and_the_best_of_those_is_taken(models: Any) ->
     texts = [[token for n, token in enumerate(row) if n < 5 or token != PAD] for row in beams.tolist()]
     assert all(5 <= len(text) <= 16 and (text[-1] >= 30 or len(text) == 16) for text in texts)
     assert all(token < 30 for text in texts for token in text[4:-1])
-
-
-def test_settings_that_contradict_each_other() -> None:
-    assert [*Sampling(min_new_tokens=9, max_new_tokens=8, stop=["a", ""]).problems()] == [
-        "min_new_tokens: got 9, and max_new_tokens is 8; lower one or raise the other",
-        "stop: is empty; give the text to stop before",
-    ]

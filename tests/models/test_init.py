@@ -135,8 +135,7 @@ def test_other_modules_are_reset_from_their_names() -> None:
     cpu = Other()
     init_parameters(cpu, 1)
     assert_equal(meta.state_dict(), cpu.state_dict())
-    bound = 1 / 4**0.5
-    assert 0 < meta.a.weight.abs().max() <= bound, "the layer's own distribution"
+    assert 0 < meta.a.weight.abs().max() <= 1 / 4**0.5, "the layer's own distribution"
     assert (meta.norm.running_var == 1).all()
     reseeded = Other()
     init_parameters(reseeded, 2)

@@ -309,8 +309,7 @@ def test_every_strategy_begins_and_learns_alike(
 def test_a_resized_tied_model_goes_on_in_other_layouts(
     directories: dict[str, Path], runs: dict[str, Result], tmp_path: Path
 ) -> None:
-    stop = ["+callbacks.probe.stop_after=1"]
-    train(LAYOUTS["1F1B 2"], grown(directories["tied"]), tmp_path, stop)
+    train(LAYOUTS["1F1B 2"], grown(directories["tied"]), tmp_path, ["+callbacks.probe.stop_after=1"])
     assert [name for name in checkpoint_tensors(RunDir(tmp_path)) if name in (EMBEDDING, HEAD)] == [EMBEDDING]
     train(LAYOUTS["fsdp2 2"], grown(directories["tied"]), tmp_path, ["+callbacks.probe.stop_after=2"], resume=True)
     found = train(LAYOUTS["single"], grown(directories["tied"]), tmp_path, resume=True)

@@ -65,7 +65,7 @@ def num_bytes(tensors: list[Any]) -> int:
 
 def measured(path: Path, overrides: tuple[str, ...]) -> dict[str, int]:
     config = tiny.config(path, *SMALL, *overrides, "+callbacks.measure._target_=test_plan.Measure")
-    found: dict[str, int] = tiny.train(config, RunDir(path)).measured  # type: ignore[attr-defined]
+    found: dict[str, int] = tiny.train(config, RunDir(path)).measured
     return found
 
 
@@ -93,8 +93,7 @@ def test_data_ranks_share_the_batch(tmp_path: Path) -> None:
     ):  # fmt: skip
         made = plan(tmp_path, world, *words, *batch)
         assert (made.micro_batch, made.accumulation, made.global_batch) == (*expected, 24)
-    single = plan(tmp_path, 1, "trainer=single", *batch)
-    assert single.tokens_per_step == made.tokens_per_step
+    assert plan(tmp_path, 1, "trainer=single", *batch).tokens_per_step == made.tokens_per_step
 
 
 @pytest.mark.parametrize("case", ["single", "ddp", "hsdp", "1F1B, sharded", "ZBVZeroBubble"])
@@ -110,12 +109,11 @@ def test_ranks_share_the_copy_that_a_save_makes(tmp_path: Path, case: str) -> No
 
 
 def test_fsdp2_with_offload_and_without_resharding(tmp_path: Path) -> None:
-    whole = plan(tmp_path, 1, "trainer=single").fullest
     normal = plan(tmp_path, 2, "trainer=fsdp2").fullest
     kept = plan(tmp_path, 2, "trainer=fsdp2", "reshard_after_forward=false").fullest
     half = plan(tmp_path, 2, "trainer=fsdp2", "reshard_after_forward=false", "param_dtype=bf16").fullest
     assert normal.buffers < kept.buffers
-    assert kept.buffers - half.buffers == whole.weights // 2
+    assert kept.buffers - half.buffers == plan(tmp_path, 1, "trainer=single").fullest.weights // 2
     offloaded = plan(tmp_path, 2, "trainer=fsdp2", "cpu_offload=true").fullest
     assert offloaded.in_host_memory == normal.weights + normal.gradients + (normal.optimizer or 0)
     assert offloaded.tensors == normal.tensors - offloaded.in_host_memory

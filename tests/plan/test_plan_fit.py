@@ -63,8 +63,7 @@ def fit(tmp_path: Path, mib: int, *overrides: str) -> Fit:
         return tiny.config(tmp_path, *WORDS, *overrides, *more)
 
     config = load(())
-    made = make_plan(config)
-    return find_fit(config, made.micro_batch, Budget(mib * MIB, 0, False, "the test"), load)
+    return find_fit(config, make_plan(config).micro_batch, Budget(mib * MIB, 0, False, "the test"), load)
 
 
 def test_the_largest_is_the_largest_divisor_that_is_predicted_to_fit(tmp_path: Path) -> None:
@@ -153,6 +152,11 @@ def test_the_command_in_words_and_its_mistakes(capsys: pytest.CaptureFixture[str
     for options, told in (
         (["--memory", "1GiB"], "--memory: needs --fit"),
         (["--confirm"], "--confirm: needs --fit"),
+        (["--step-time", "1"], "--step-time: needs +callbacks.diloco={} or settings of its server"),
+        (
+            ["diloco.compression=int8", "callbacks.diloco.compression=int4"],
+            "callbacks.diloco.compression: is int4, and",
+        ),
         (["--fit", "--memory", "much"], "--memory: must be a size such as 24GiB or 800MiB, got 'much'"),
         (["--fit", "--params"], "--params: says nothing to --fit"),
     ):

@@ -20,10 +20,9 @@ from hf_models import CONFIGS, assert_as_by_hand, fresh, load_theirs, newest_mod
 from parity import LAYOUTS, Result, assert_near, assert_parity
 from torch import Tensor
 
-from forgather_cli.config.load import load_config
 from forgather_cli.config.pipeline_layout import stage_layout
 from forgather_cli.config.schema import AdamWSettings, PipelineSettings, TransformersSettings
-from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.errors import ModelError
 from forgather_cli.inference.source import load_source
 from forgather_cli.loss import model_logits
 from forgather_cli.models.build import build_model, initialize
@@ -141,9 +140,8 @@ def test_a_class_that_takes_no_cache_says_so_once_and_writes_the_same(caplog: py
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "qwen3_moe"])
 def test_documents_are_kept_apart(name: str) -> None:
     model, ids = model_of(settings_of(name)), tokens()
-    documents = torch.tensor([[0] * 6 + [1] * 10, [0] * 16])
     with torch.no_grad():
-        found = model(ids, document_ids=documents)
+        found = model(ids, document_ids=torch.tensor([[0] * 6 + [1] * 10, [0] * 16]))
         torch.testing.assert_close(found[:1, 6:], model(ids[:1, 6:]), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found[1], model(ids)[1], rtol=1e-4, atol=1e-5)
 
@@ -154,9 +152,8 @@ def test_a_class_that_cannot_keep_documents_apart_is_refused() -> None:
 
 
 def test_a_capped_head_is_refused_by_the_fused_loss() -> None:
-    model = model_of(settings_of("gemma2"))
     with pytest.raises(ModelError, match=r"loss: Gemma2ForCausalLM does more to its logits .*; set loss=cross_entropy"):
-        model.hidden_states(tokens())
+        model_of(settings_of("gemma2")).hidden_states(tokens())
 
 
 def test_first_values_depend_on_name_and_seed_alone() -> None:
@@ -250,20 +247,6 @@ def test_a_missing_package_says_what_to_install(runs: dict[str, Result], monkeyp
         with pytest.raises(ModelError, match=r"unsupported architecture 'GPT2LMHeadModel'.*; for others .*pip install"):
             load_source(runs["gpt2"].path, device="cpu")
         assert load_source(runs["llama"].path, device="cpu").step == 4  # a shape of the own decoder needs no package
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([], r"model\.path: model=transformers needs a directory"),
-        (["path=x", "trust_remote_code=true"], r"trust_remote_code: code that lies in a model directory is never run"),
-        (["path=x", "model.config=y"], r"model\.config: model\.path=x has a config\.json, got 'y' besides"),
-        (["model.config={n_layer: 2}"], r"model\.config: names no model_type"),
-    ],
-)
-def test_settings_that_contradict_each_other(overrides: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(None, ["model=transformers", *overrides])
 
 
 SHAPES: dict[str, dict[str, Any]] = {
