@@ -57,8 +57,8 @@ class Projections(nn.Module):
         """(B, H, T, D) of queries (B, H, T, D), keys and values (B, K, S, D)."""
         grouped = self.grouped
         if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
-            # of CUDA's fused kernels only flash attention takes grouped heads, and it takes no mask and no fp32; the
-            # slow path, which keeps T x T scores, would take them (torch 2.11)
+            # in fp32, and with a mask unless cuDNN's kernel takes it (bf16 on an H200 it does, faster than this), SDPA
+            # falls back to a slow path for grouped heads, which keeps T x T scores (torch 2.11)
             groups = q.shape[1] // k.shape[1]
             k, v, grouped = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), False
         return F.scaled_dot_product_attention(
