@@ -3,7 +3,7 @@
 
     python scripts/bench/laptop.py pace ours llama_adamw nanochat_muon [--rounds 2]
     python scripts/bench/laptop.py run ours llama_adamw nanochat_muon [--minutes 2 5 10] [--corpora stdlib prose]
-        [--seeds 11 12 13] [--jobs 2]
+        [--seeds 11 12 13] [--jobs 2] [--device cpu]
     python scripts/bench/laptop.py run 'mine: model=nano learning_rate=2e-2 tokenizer=bpe bpe_vocab_size=2048'
     python scripts/bench/laptop.py clock ours --minutes 2
     python scripts/bench/laptop.py table [--base ours] [--tuning]
@@ -14,8 +14,8 @@ take ``--out FILE``, by default laptop.jsonl. Rules:
 - The time is a process's from its start to its end, on two threads, with an empty cache, on a machine that does nothing
   else: imports, training a tokenizer, tokenizing, training and the last checkpoint count; measuring does not.
 - ``pace`` measures seconds of a start and of a step, all entries in turns, and how many steps fit follows from it, so
-  that schedules end in time. ``run`` then trains so many, two runs at once on a thread each; how long that takes counts
-  nothing. ``clock`` trains one on two threads and says how long it took.
+  that schedules end in time. ``run`` then trains so many, two runs at once on a thread each or, with ``--device cuda``,
+  on a GPU; how long that takes counts nothing. ``clock`` trains one on two threads and says how long it took.
 - Nothing comes from elsewhere: no weights, no tokenizer, no other text.
 - Every model is measured by the same function, from its Hugging Face directory: bits per byte of all targets.
 - Seeds below 11 are for choosing settings. They are measured on every other held-out document (``table --tuning``), and
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> None:
         name, words = quality.named(text, ENTRIES)
         steps = steps_in(minutes, name, words, corpus, arguments.out)
         jobs.append(Job(name, words, "tiny", corpus, seed, steps, "fp32", f"{minutes:g} minutes"))
-    quality.run_jobs(jobs, arguments.out, arguments.jobs)
+    quality.run_jobs(jobs, arguments.out, arguments.jobs, arguments.device)
 
 
 def clock(arguments: argparse.Namespace) -> None:
@@ -170,6 +170,7 @@ def main() -> None:
     by_name["pace"].add_argument("--rounds", type=int, default=2)
     by_name["run"].add_argument("--seeds", type=int, nargs="+", default=[11, 12, 13])
     by_name["run"].add_argument("--jobs", type=int, default=2)
+    by_name["run"].add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     by_name["table"].add_argument("--base", default="ours")
     by_name["table"].add_argument("--tuning", action="store_true")
     for each in by_name.values():

@@ -77,7 +77,7 @@ RIVALS = ("llama_adamw", "nanochat_muon")
 COMMON = (
     "global_batch_size=8", "per_device_train_batch_size=8", "warmup_steps=20", "eval_strategy=no",
     "save_strategy=steps",
-    "save_steps=1000000", "async_save=false", "callbacks=minimal", "device=cpu", "logging_steps=20",
+    "save_steps=1000000", "async_save=false", "callbacks=minimal", "logging_steps=20",
     "tokenizer=bytes",
 )  # fmt: skip
 
@@ -142,7 +142,7 @@ def _docstrings(source: Path) -> Iterator[str]:
                     yield inspect.cleandoc(paragraph)
 
 
-def words_of(job: Job, output_dir: Path) -> list[str]:
+def words_of(job: Job, output_dir: Path, device: str = "cpu") -> list[str]:
     """What ``forgather train`` gets."""
     include = SITE / "torch/include"
     files = {
@@ -151,13 +151,13 @@ def words_of(job: Job, output_dir: Path) -> list[str]:
     }
     data = [] if job.corpus == "stdlib" else ["data=text", f"data.files=[{files[job.corpus]}]"]
     words = [*SIZES[job.size], *data, *COMMON, f"max_steps={job.steps}", f"seed={job.seed}"]
-    return [*words, f"precision={job.precision}", *job.words.split(), f"output_dir={output_dir}"]
+    return [*words, f"precision={job.precision}", f"device={device}", *job.words.split(), f"output_dir={output_dir}"]
 
 
 # --------------------------------------------------------------------------------------------------------------- a run
 
 
-def train(job: Job, folder: Path) -> tuple[Path, Any, float]:
+def train(job: Job, folder: Path, device: str = "cpu") -> tuple[Path, Any, float]:
     """Train in an empty folder; returns the model's directory, the config and seconds of this process's threads."""
     from forgather_cli.config.load import load_config
     from forgather_cli.launch.processes import keep_heap
@@ -165,14 +165,16 @@ def train(job: Job, folder: Path) -> tuple[Path, Any, float]:
     if job.recipe not in RIVALS:
         keep_heap()  # as the command does
     root = folder / "run"
-    config = load_config(None, [*words_of(job, root), f"cache_dir={folder}/cache"]).config
+    config = load_config(None, [*words_of(job, root, device), f"cache_dir={folder}/cache"]).config
     begin = time.process_time()
     directory = _rival(job, config, root) if job.recipe in RIVALS else _ours(config, root)
     return directory, config, time.process_time() - begin
 
 
-def run_one(job: Job) -> dict[str, Any]:
-    """Train and measure; returns what is written to ``--out`` besides the job."""
+def run_one(job: Job, device: str = "cpu") -> dict[str, Any]:
+    """Train and measure; returns what is written to ``--out`` besides the job.
+
+    A GPU stands in for a laptop: in fp32 without TF32, Muon's iteration too."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -180,9 +182,11 @@ def run_one(job: Job) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        directory, config, seconds = train(job, Path(folder))
+        in_fp32 = patch("forgather_cli.optim.muon.slow_in_bf16", lambda _: True)
+        with in_fp32 if device == "cuda" else nullcontext():
+            directory, config, seconds = train(job, Path(folder), device)
         data = load_data(config.data, seed=job.seed)
-        model = AutoModelForCausalLM.from_pretrained(directory)
+        model = AutoModelForCausalLM.from_pretrained(directory).to(device)
         documents = nats_of_documents(model, data, job.precision)
     nats, size = (sum(column) for column in zip(*documents, strict=True))
     return {
@@ -195,7 +199,7 @@ def run_one(job: Job) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens": job.steps * 8 * config.data.seq_len,
         "seconds": seconds,
-        "processor": processor_name(),
+        "processor": torch.cuda.get_device_name() if device == "cuda" else processor_name(),
     }
 
 
@@ -281,8 +285,8 @@ def _rival(job: Job, config: Any, root: Path) -> Path:
 
     arguments = TrainingArguments(
         str(root), max_steps=job.steps, per_device_train_batch_size=8, max_grad_norm=1.0, seed=job.seed,
-        report_to=[], save_strategy="no", logging_strategy="no", use_cpu=True, bf16=job.precision == "bf16",
-        disable_tqdm=True, dataloader_pin_memory=False,
+        report_to=[], save_strategy="no", logging_strategy="no", use_cpu=config.device == "cpu", tf32=False,
+        bf16=job.precision == "bf16", disable_tqdm=True, dataloader_pin_memory=False,
     )  # fmt: skip
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, scale)
     Trainer(model=model, args=arguments, train_dataset=Sequences(), optimizers=(optimizer, schedule)).train()
@@ -327,8 +331,8 @@ def nats_of_documents(model: Any, data: Any, precision: str) -> list[tuple[float
     with torch.inference_mode():
         for start in range(0, len(data.eval), 16):
             batch = data.eval.__getitems__(list(range(start, min(start + 16, len(data.eval)))))
-            ids, labels = batch["input_ids"].long(), batch["labels"].long()
-            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            ids, labels = (batch[name].long().to(model.device) for name in ("input_ids", "labels"))
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=precision == "bf16"):
                 logits = model(input_ids=ids).logits[:, :-1].float()
             losses = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="none")
             for target, loss in zip(labels[:, 1:].flatten().tolist(), losses.tolist(), strict=True):
@@ -381,13 +385,13 @@ def run(arguments: argparse.Namespace) -> None:
     run_jobs(jobs, arguments.out, arguments.jobs)
 
 
-def run_jobs(jobs: Sequence[Job], out: Path, at_once: int) -> None:
+def run_jobs(jobs: Sequence[Job], out: Path, at_once: int, device: str = "cpu") -> None:
     """Run what ``out`` does not have yet, each in a process of one thread; adds a line for each."""
     known = {job_of(record).key for record in read(out) if "job" in record}
     prose(Path(tempfile.gettempdir()))  # once, before several processes want it
 
     def one(job: Job) -> None:
-        command = [sys.executable, __file__, "one", json.dumps(asdict(job))]
+        command = [sys.executable, __file__, "one", json.dumps(asdict(job)), "--device", device]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         ended = subprocess.run(command, capture_output=True, text=True, env=environment)
         if ended.returncode:
@@ -647,9 +651,10 @@ def main() -> None:
     for name in ("one", "train"):
         commands.add_parser(name).add_argument("job", type=json.loads)
     commands.choices["train"].add_argument("folder", type=Path)
+    commands.choices["one"].add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     arguments = parser.parse_args()
     if arguments.command == "one":
-        print("\n" + json.dumps(run_one(Job(**arguments.job))))
+        print("\n" + json.dumps(run_one(Job(**arguments.job), arguments.device)))
     elif arguments.command == "train":
         train(Job(**arguments.job), arguments.folder)
     else:
