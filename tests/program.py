@@ -166,3 +166,4 @@ class Process:
         if self.process.poll() is None:
             self.process.kill()
             self.finish()
+        self.process.stdout.close()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -53,7 +54,7 @@ class Trial:
     moved_after: int | None = None
     """Step at which another layout went on."""
     discarded: set[int] = field(default_factory=set)
-    """Steps at which a signal stopped the run."""
+    """Steps at which a signal stopped the run, or an evaluation that was killed behind it."""
 
     def __str__(self) -> str:
         inside = sum(kill.inside_save for kill in self.kills)
@@ -142,6 +143,7 @@ class Campaign:
             trial.problems += after_kill(run, trial.plan, kill, struck.target, code, trained, before, writing=writing)
             trial.problems += _says_how_to_go_on(job.output, run) if code == 75 else []
             trial.discarded |= {max(saved_steps(run), default=0)} if code in (75, 0) else set()
+            trial.discarded |= set(map(int, re.findall(r"evaluation at step (\d+) was stopped", job.output)))
         return not trial.problems
 
     def _finished(self, trial: Trial, run: Path, start: int) -> None:

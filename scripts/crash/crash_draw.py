@@ -140,7 +140,9 @@ LAYOUTS = {
 """With the weights they are drawn by."""
 
 RECIPES = (
-    Recipe("adamw", ("optimizer=adamw", "learning_rate=2e-3", "data.packing=concat")),
+    # no higher rate: at 2e-3 a token's hidden state is after 22 steps no larger behind three layers than its embedding
+    # (RMS 0.02); RMSNorms' gradients multiply, the norm jumps to 6, and last bits make a thousandth of it
+    Recipe("adamw", ("optimizer=adamw", "learning_rate=1e-3", "data.packing=concat")),
     Recipe(
         "sgd, 2 micro-steps",
         ("optimizer=sgd", "optimizer.momentum=0.9", "learning_rate=0.05", "data.packing=best_fit"),
@@ -154,7 +156,7 @@ RECIPES = (
     ),
     Recipe(
         "adamw, dropout, 2 micro-steps",
-        ("optimizer=adamw", "learning_rate=2e-3", "model.residual_dropout=0.1", "data.packing=concat"),
+        ("optimizer=adamw", "learning_rate=1e-3", "model.residual_dropout=0.1", "data.packing=concat"),
         accumulation=2,
         exact=False,
     ),

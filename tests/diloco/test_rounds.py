@@ -633,6 +633,9 @@ def test_a_fragment_counts_all_that_was_trained_since_its_last_exchange() -> Non
     assert weights(made, a=50, b=50) == [0.4285714328289032, 0.5714285969734192]
     offered = made.offer(made.registry.workers["a"], 0)
     assert offered["weights"] == [3, 2], "the rounds that have made each fragment"
+    made = opened(sync_every=6, num_fragments=3)
+    assert weights(made, a=10, b=30) == [0.25, 0.75]
+    assert weights(made, a=30, b=10) == [0.5, 0.5], "with what was trained in the very first round"
     made = opened(num_fragments=2, weighting="equal")
     assert weights(made, a=10, b=30) == [0.5, 0.5]
     made = opened("a")
