@@ -54,7 +54,7 @@ class Trial:
     moved_after: int | None = None
     """Step at which another layout went on."""
     discarded: set[int] = field(default_factory=set)
-    """Steps at which a signal stopped the run, or an evaluation that was killed behind it."""
+    """Steps at which a signal stopped the run, or at which the run says that one stopped its evaluation."""
 
     def __str__(self) -> str:
         inside = sum(kill.inside_save for kill in self.kills)

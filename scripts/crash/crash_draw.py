@@ -140,7 +140,7 @@ LAYOUTS = {
 """With the weights they are drawn by."""
 
 RECIPES = (
-    # no higher rate: at 2e-3 a token's hidden state is after 22 steps no larger behind three layers than its embedding
+    # no higher rate: at 2e-3 a token's hidden state is after 22 steps no larger behind two layers than its embedding
     # (RMS 0.02); RMSNorms' gradients multiply, the norm jumps to 6, and last bits make a thousandth of it
     Recipe("adamw", ("optimizer=adamw", "learning_rate=1e-3", "data.packing=concat")),
     Recipe(
