@@ -40,13 +40,17 @@ def pytest_configure(config: pytest.Config) -> None:
         if name != "XDG_CACHE_HOME" or not hasattr(config, "workerinput"):  # xdist's processes share what is cached
             os.environ[name] = str(Path(home) / name.lower())
             Path(os.environ[name]).mkdir()
-    if not hasattr(config, "workerinput"):
-        os.environ["FORGATHER_TESTS_COMPOSED"] = f"{home}/composed"
-    composed.share()
     tempfile.tempdir = None  # read anew
-    os.environ["FORGATHER_TESTS_PLAIN"] = f"{home}/plain"  # the socket of plain.py
-    importable = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, importable))
+    if hasattr(config, "workerinput"):
+        forks.be_served()
+    else:
+        os.environ["FORGATHER_TESTS_COMPOSED"] = f"{home}/composed"
+        os.environ["FORGATHER_TESTS_PLAIN"] = f"{home}/plain"  # the socket of plain.py
+        importable = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, importable))
+        if config.getoption("numprocesses", None):
+            forks.serve_workers()
+    composed.share()
     config.addinivalue_line("markers", "full: a case that only --full runs")
 
 

@@ -1,5 +1,6 @@
 """Processes for tests, forked from one that has imported torch and all of the package: each starts in milliseconds
-instead of 3 to 5 s. There is one such server for each process of pytest; ``warm.py`` is what it has imported.
+instead of 3 to 5 s. One such server, which takes 10 s of CPU to start, serves all of xdist's processes; ``warm.py`` is
+what it has imported.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +37,20 @@ _CONTEXT.set_forkserver_preload(["plain", "warm"])
 
 
 FREEZE_COUNT = gc.get_freeze_count
+
+
+def serve_workers() -> None:
+    """Start the server now, in xdist's controller; ``be_served`` is for the workers."""
+    forkserver.ensure_running()
+    os.environ["FORGATHER_TESTS_FORKS"] = forkserver._forkserver._forkserver_address
+
+
+def be_served() -> None:
+    """Fork from the controller's server in this process, a worker."""
+    server: Any = forkserver._forkserver  # ``multiprocessing`` has bound its methods
+    server._forkserver_address = os.environ["FORGATHER_TESTS_FORKS"]
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # the server ends with the controller
+    server.ensure_running = lambda: None
 
 
 def freeze() -> None:
@@ -62,6 +78,7 @@ def fork(function: Callable[..., Any], *args: Any, daemon: bool = True) -> Any:
 def _call(environment: dict[str, str], function: Callable[..., Any], *args: Any) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # read anew, from TMPDIR
     function(*args)
 
 
