@@ -117,6 +117,7 @@ def test_torch_alone_comes_from_its_index_and_versions_are_the_constraints(check
         assert {path.name for path in checkout.glob(".venv*")} == {".venv", ".venv-torch-3.0", ".venv-newest"}
 
 
+@pytest.mark.full
 def test_an_index_that_does_not_answer_is_waited_for_once(checkout: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, served(checkout.parent / "ordinary") as (ordinary, _):
         cpu = f"http://127.0.0.1:{silent.getsockname()[1]}/"

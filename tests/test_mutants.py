@@ -42,6 +42,7 @@ def finished(process: subprocess.Popen[str]) -> tuple[int, str]:
     return process.returncode, output
 
 
+@pytest.mark.full
 def test_a_mutant_is_killed_or_left_a_killed_campaign_goes_on_and_what_it_prints_can_be_listed(tree: Path) -> None:
     module = tree / "forgather_cli" / ORDER
     module.write_text("def order(length):\n    return list(range(length - 0))\n\n\ndef unused(i):\n    return i + i\n")

@@ -217,6 +217,7 @@ def measured_load(base: Path) -> tuple[int, int]:
     return held, take_interval_peak(torch.device("cpu")) - resident
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from Linux' /proc")
 def test_loading_takes_one_layer_more_than_stays(tmp_path: Path) -> None:
     shape = SHAPE | {"hidden_size": 1024, "head_dim": 256, "intermediate_size": 8192, "num_hidden_layers": 4}

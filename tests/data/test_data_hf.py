@@ -79,6 +79,7 @@ def test_slices_and_files_to_evaluate_on(folder: Path) -> None:
     assert (own.description["train_documents"], own.description["eval_documents"]) == (50, 40)
 
 
+@pytest.mark.full
 def test_bpe_in_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen = {"tokenizer": "bpe", "bpe_vocab_size": 300}
     alone = load(option(folder, "all.parquet", **chosen))

@@ -50,7 +50,7 @@ def apart(model: Made, file: Path, kind: GgufType, change: Change) -> float:
     return float(str(found.value).split("differs by ")[1].split(",")[0])
 
 
-@pytest.mark.parametrize("kind", some(GGUF_TYPES, *(set(GGUF_TYPES) - {"f16", "bf16"})))
+@pytest.mark.parametrize("kind", some(GGUF_TYPES, "q8_0"))
 def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_path: Path) -> None:
     file = tmp_path / "file.gguf"
     proof = llama3.prove(file, kind)
@@ -82,7 +82,7 @@ def test_small_faults_and_rounding_that_drowns_everything(
         llama3.prove(tmp_path / "file.gguf", "q8_0")
 
 
-@pytest.mark.parametrize("shape", some(SHAPES, "qwen2-llama3", "qwen3"))
+@pytest.mark.parametrize("shape", some(SHAPES, "qwen3"))
 def test_other_shapes(shape: str, tmp_path: Path) -> None:
     byte_level(tmp_path / "model", QWEN2)
     edit_tokenizer(tmp_path / "model", lambda document: document.update(normalizer={"type": "NFC"}))  # as Qwen's
@@ -112,7 +112,7 @@ def test_transformers_reads_the_same(shape: str, llama3: Made, tmp_path: Path) -
         torch.testing.assert_close(reads(ids).logits, source(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, "gemma3_text", "qwen3_moe"))
+@pytest.mark.parametrize("family", some(FAMILIES, "gemma3_text"))
 def test_families_of_transformers(family: str, tmp_path: Path) -> None:
     model = made_by_transformers(tmp_path / "model", family)
     proof = model.prove(tmp_path / "file.gguf", "f32")
