@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import functools
 import gc
@@ -19,6 +20,7 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -65,6 +67,14 @@ class _Pool:
             theirs.close()
             self.ranks.append((process, ours))
 
+    def wake(self, count: int) -> None:
+        """Have these ranks, which wait stopped, go on."""
+        for process, _ in self.ranks[:count]:
+            with contextlib.suppress(OSError):  # one that died, or no Linux
+                while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
+                    time.sleep(0.001)
+                os.kill(process.pid, signal.SIGCONT)
+
     def stacks(self, rank: int) -> str:
         """Where a rank is that gives no answer: the stacks of its threads."""
         file, end = Path(self.folder, str(rank)), time.monotonic() + _SETTLE
@@ -90,6 +100,7 @@ atexit.register(_pool.close)
 def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """``function(*args)`` on ``count`` gloo ranks; results by rank. Raises RankError."""
     _pool.grow(count)
+    _pool.wake(count)
     with tempfile.TemporaryDirectory() as folder:
         for rank in range(count):
             _pool.ranks[rank][1].send(pickle.dumps((function, args, rank, count, f"{folder}/store", timeout)))
@@ -175,8 +186,13 @@ def _serve(connection: Connection, stacks: str) -> None:
 
     faulthandler.register(signal.SIGUSR2, file=open(stacks, "w"))  # noqa: SIM115 - as long as the process
     torch.set_num_threads(1)
+    if stops := sys.platform == "linux":
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)  # one that is stopped does not see its end otherwise
     with contextlib.suppress(EOFError):
         while True:
+            if stops:  # threads of groups that something still holds wake up a hundred times a second
+                os.kill(os.getpid(), signal.SIGSTOP)
             function, args, rank, count, store, timeout = pickle.loads(connection.recv())
             answer = _run(function, args, rank, count, store, timeout)
             connection.send_bytes(pickle.dumps(answer))

@@ -23,6 +23,7 @@ import pytest
 import typer
 from docs_shell import ROOT, Shell
 
+from forgather_cli import __version__
 from forgather_cli.cli.app import app
 from forgather_cli.config.options import GROUPS
 from forgather_cli.config.paths import settings
@@ -58,6 +59,12 @@ def test_the_readme_is_short_and_links_every_page() -> None:
     assert len(text.splitlines()) <= 180
     linked = {(ROOT / link.partition("#")[0]).resolve() for link in LINK.findall(text)}
     assert not {*ROOT.glob("docs/*.md")} - linked
+
+
+def test_the_version_is_that_of_the_changelog() -> None:
+    newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
+    assert newest is not None
+    assert __version__.partition(".dev")[0] == newest[1]
 
 
 def test_the_table_of_hugging_faces_arguments_is_that_of_the_code() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import os
 import pkgutil
 import resource
@@ -22,13 +23,14 @@ composed.share()
 bars.SILENCE = 3600.0  # see conftest.py
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the command says so before it imports torch, which comes too late here
 for _name in (
-    "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining", "torch.utils.tensorboard", "hydra",
-    "rich.console",
+    "torch._dynamo", "torch._dynamo.backends.common", "torch.distributed.fsdp", "torch.distributed.pipelining",
+    "torch.utils.tensorboard", "hydra", "rich.console", "transformers.trainer_callback",
 ):  # fmt: skip
     importlib.import_module(_name)
 for _module in pkgutil.walk_packages(forgather_cli.__path__, "forgather_cli."):
     if not _module.name.endswith("__main__"):
         importlib.import_module(_module.name)
+inspect.stack()  # knows from now on where each module lies: torch's agent asks in every launcher
 with contextlib.chdir("/"):  # where no test has put options
     load_config(None, [])  # pydantic's validators and Hydra's plugins are made at first use
     for _trainer in ("single", "ddp", "pipeline", "fsdp2"):  # what two_ranks.SMALL is composed of

@@ -273,3 +273,13 @@ def test_config_mistakes(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, [f"+callbacks.trackers.{word}" for word in words])
     assert any(problem.startswith(message) for problem in caught.value.problems), caught.value
+
+
+@pytest.mark.parametrize(("name", "key"), [("swanlab", "logdir"), ("dvclive", "dir")])
+def test_files_of_others_lie_in_the_run_too(
+    name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr("forgather_cli.callbacks.trackers._construct", lambda *args: given.append(args[3]))
+    Trackers(TrackersSettings(names=[name]), RunDir(tmp_path))._started(name)
+    assert given[0][key] == str(tmp_path / "trackers" / name)

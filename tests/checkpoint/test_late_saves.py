@@ -42,14 +42,16 @@ class Lags(TrainerCallback):
 
 
 @contextmanager
-def starved_low_priority() -> Iterator[None]:
-    """Writing is slow in threads of low priority, as it is where all cores are taken; priorities are not raised."""
-    pwrite, set_priority = os.pwrite, os.setpriority
+def starved_low_priority() -> Iterator[set[int]]:
+    """Writing is slow in threads of low priority, as it is where all cores are taken; priorities are not raised.
+    Gives the priorities at which there was writing."""
+    pwrite, set_priority, seen = os.pwrite, os.setpriority, set[int]()
 
     def priority() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     def starved(fd: int, data: Any, offset: int) -> int:
+        seen.add(priority())
         time.sleep(0.1 if priority() > 0 else 0)
         return pwrite(fd, data, offset)
 
@@ -58,7 +60,7 @@ def starved_low_priority() -> Iterator[None]:
         set_priority(which, who, value)
 
     with patch.object(os, "pwrite", starved), patch.object(os, "setpriority", lowered):
-        yield
+        yield seen
 
 
 def lags(run: str, strategy: str = "single", starved: int = 0, max_steps: int = 40) -> list[int]:
@@ -66,8 +68,9 @@ def lags(run: str, strategy: str = "single", starved: int = 0, max_steps: int = 
     settings = {"max_steps": max_steps, "save_steps": 20, "per_device_train_batch_size": 4, "save_strategy": "steps"}
     seen, rank = Lags(), dist.get_rank() if dist.is_initialized() else 0
     trainer = tiny.script(run, None, tiny.RandomTokens(512), strategy=strategy, callbacks=[seen], **settings)
-    with patch.object(save, "PATIENCE", 0.2), starved_low_priority() if rank == starved else nullcontext():
+    with patch.object(save, "PATIENCE", 0.2), starved_low_priority() if rank == starved else nullcontext({19}) as at:
         trainer.train()
+    assert 19 in at or max_steps < 20, "a save begins at the lowest priority, at which it costs steps nothing"
     return seen.lags
 
 

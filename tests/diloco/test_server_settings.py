@@ -9,6 +9,9 @@ import saving
 import yaml
 from program import forgather
 
+from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback
+from forgather_cli.cli.diloco import _composed
+from forgather_cli.config.decode import dump_tree
 from forgather_cli.config.diloco import load_server_settings, server_settings_text, split_server_overrides
 from forgather_cli.config.load import load_config
 from forgather_cli.config.options import shipped
@@ -80,3 +83,17 @@ def test_a_run_without_a_checkpoint_to_begin_from(tmp_path: Path, capsys: pytest
     assert f"{run.checkpoint(1)}: is damaged: state.json is missing" in refused()
     (run.checkpoint(2) / "manifest.json").write_text('{"format": "forgather-checkpoint", "format_version": 7}')
     assert "upgrade forgather" in refused()  # and does not begin from an older one
+
+
+def test_a_run_is_begun_from_where_a_resume_takes_it(tmp_path: Path) -> None:
+    run = saving.saved_run(tmp_path, 1, 2, 3)
+    run.config.write_text(dump_tree(load_config("default", []).tree))
+
+    def begun_from() -> str | bool | None:
+        return _composed(str(tmp_path), [], None)[0].config.resume_from_checkpoint
+
+    (run.checkpoint(3) / "state.json").unlink()
+    assert begun_from() == str(run.checkpoint(2))
+    position = [{"epoch": 0, "sample": 3}]
+    append_rollback(run, Rollback(1, "2026-01-01T00:00:00+00:00", "x", 3, 1, 2, [5, 6], position))
+    assert begun_from() == str(run.checkpoint(1))

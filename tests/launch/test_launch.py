@@ -11,6 +11,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -24,10 +25,11 @@ from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_config, reload_config
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.launch.error_report import report_error
 from forgather_cli.launch.exit_status import read_exit_record, write_exit_record
 from forgather_cli.launch.rank_log import Tee
 from forgather_cli.launch.run_lock import RunLock
-from forgather_cli.launch.signals import watch_stop_signals
+from forgather_cli.launch.signals import say, watch_stop_signals
 from forgather_cli.launch.start import launch
 from forgather_cli.run_dir import RunDir
 from forgather_cli.worker import work
@@ -224,3 +226,13 @@ def test_outcome_survives_a_torn_file(tmp_path: Path) -> None:
     assert read_exit_record(run).step == 3
     run.exit.write_text('{"code": 0')
     assert read_exit_record(run) is None
+
+
+def test_a_message_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under PYTHONUNBUFFERED other threads print between two."""
+    writes: list[str] = []
+    stream = SimpleNamespace(write=writes.append, flush=lambda: None, isatty=lambda: False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    say("a signal")
+    report_error(ConfigError(["one", "two"]))
+    assert [text for text in writes if text] == ["a signal\n", "error: 2 config mistakes\n  - one\n  - two\n"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forgather_cli.config.schema import DecoderSettings, RopeScaling, RunSettings
 from forgather_cli.config.schema.decoder import family_of
@@ -250,3 +251,19 @@ def test_resolving_fills_every_null_and_tells_of_sequences_too_long(caplog: pyte
 def test_settings_that_do_not_fit_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         small(**changes)
+
+
+def test_on_a_gpu_grouped_heads_are_repeated_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where SDPA would keep T x T scores for them."""
+    attention, seen = decoder(num_key_value_heads=2).model.layers["0"].self_attn, []
+
+    def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: Any) -> torch.Tensor:
+        seen.append((k.shape[1], more["enable_gqa"]))
+        return q
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    for dtype in (torch.float32, torch.bfloat16):
+        with FakeTensorMode():
+            q, k = (torch.empty(1, heads, 8, 8, device="cuda", dtype=dtype) for heads in (4, 2))
+            attention.attend(q, k, k, None, is_causal=True)
+    assert seen == [(4, False), (2, True)]

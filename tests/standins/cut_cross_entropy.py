@@ -20,6 +20,7 @@ def linear_cross_entropy(
     assert e.size()[:-1] == targets.size()
     assert impl == "torch_compile", "the other one needs a GPU"
     assert (targets != ignore_index).any(), "nobody says what comes of no rows"
+    assert filter_eps is None, "the filter leaves out the gradients of unlikely tokens"
     assert softcap is None
     assert not shift
     return F.cross_entropy((e @ c.T).float(), targets, ignore_index=ignore_index, reduction=reduction)
