@@ -69,9 +69,11 @@ class _Pool:
 
     def wake(self, count: int) -> None:
         """Have these ranks, which wait stopped, go on."""
-        for process, _ in self.ranks[:count]:
+        end = time.monotonic() + 60
+        for rank, (process, _) in enumerate(self.ranks[:count]):
             with contextlib.suppress(OSError):  # one that died, or no Linux
                 while Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] not in "TZX":
+                    assert time.monotonic() < end, self.stacks(rank)
                     time.sleep(0.001)
                 os.kill(process.pid, signal.SIGCONT)
 

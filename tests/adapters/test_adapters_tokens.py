@@ -16,6 +16,7 @@ from finalized import theirs as load_theirs
 from lazily import LoraConfig, PeftModel, get_peft_model
 from program import forgather
 from safetensors.torch import load_file
+from selection import some
 from test_adapters_peft import IDS, SHAPE, built
 from whole_batch import equal
 
@@ -101,7 +102,7 @@ def chat_words(base: str, *more: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", some([True, False], True))
 def test_tokens_of_a_chat_template_are_learned_in_spare_rows(tied: bool, capfd: pytest.CaptureFixture[str]) -> None:
     chats.write_chats(Path("chats.jsonl"), 40)
     tokens = len(chats.write_tokenizer(Path("base"), CHATML, POOR))

@@ -176,12 +176,14 @@ def test_what_has_no_counterpart_is_named(named: str) -> None:
         architecture_of({**SMALL, **REFUSED[named]})
 
 
+@pytest.mark.full
 def test_a_splitting_that_llama_cpp_does_not_have(tmp_path: Path) -> None:
     directory = byte_level(tmp_path / "model", r"\p{L}+|\p{N}{1,2}|[^\p{L}\p{N}]+")
     with pytest.raises(DataError, match='no pre-tokenizer that splits "It\'s here," as'):
         made(directory, STOP)
 
 
+@pytest.mark.full
 def test_merges_that_are_ignored(tmp_path: Path) -> None:
     """llama.cpp does so with some splittings alone; it counts where a token of the vocabulary is made by no merges."""
     byte_level(tmp_path, QWEN2, ignore_merges=True)
@@ -192,6 +194,7 @@ def test_merges_that_are_ignored(tmp_path: Path) -> None:
         find_pre_tokenizer(tmp_path)
 
 
+@pytest.mark.full
 def test_a_token_that_takes_the_blank_before_it(tmp_path: Path) -> None:
     byte_level(tmp_path / "model", QWEN2)
     edit_tokenizer(tmp_path / "model", lambda document: document["added_tokens"][0].update(lstrip=True))

@@ -86,6 +86,7 @@ sys.exit(launch(lambda: load_config(None, {words!r}), forgather_cli.worker.work)
 """
 
 
+@pytest.mark.full
 def test_memory_that_the_cpus_allocator_does_not_get() -> None:
     """128 sequences of 512 tokens are more than 1 GiB of activations; 0.7 GiB are left to the process."""
     big = ["data.seq_len=512", "global_batch_size=128", "per_device_train_batch_size=128", "max_steps=1"]

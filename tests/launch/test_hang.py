@@ -71,12 +71,14 @@ def test_who_is_waited_for_is_named_and_training_goes_on(capsys: pytest.CaptureF
         assert (first.pop("seconds") > odd.pop("seconds"), first, second["rank"]) == (True, odd, 0)
 
 
+@pytest.mark.full
 def test_who_is_slow_is_told() -> None:
     with stalling("ddp", "slow", words=("hang_report_after=0.5", "logging_steps=100", "callbacks.json=null")) as job:
         line = job.read_until(r"rank \d is slow")
     assert re.search(r"WARNING rank 1 is slow, .* stands at .*stalls.py:\d+ in on_step_begin", line), line
 
 
+@pytest.mark.full
 def test_a_stopped_process_does_not_answer() -> None:
     with stalling("pipeline", "none") as job:
         job.read_until("step 5/")

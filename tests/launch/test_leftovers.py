@@ -65,6 +65,7 @@ def test_what_a_killed_run_leaves_goes_with_the_next_command(temporary: Path, tr
     assert left(temporary) == OTHERS
 
 
+@pytest.mark.full
 def test_the_folder_that_torchrun_makes_for_our_ranks_goes_with_them_or_with_the_next_command(temporary: Path) -> None:
     """torchrun itself leaves it, however it ends."""
 

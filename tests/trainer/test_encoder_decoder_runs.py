@@ -110,6 +110,7 @@ def plain(folder: Path) -> list[tuple[float, float]]:
         return training_curve("plain")
 
 
+@pytest.mark.full
 def test_recomputation_and_bf16_give_the_same_numbers(plain: list[tuple[float, float]]) -> None:
     again = [*SHORT, "gradient_checkpointing=true"]
     assert forgather("train", *again, "output_dir=again") == 0
