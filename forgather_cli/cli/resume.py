@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from forgather_cli.cli.words import ConfigDir, Overrides, RunPath, check_overrides
+from forgather_cli.documents.regular_files import read_yaml, set_aside
+from forgather_cli.errors import ConfigError, CutOffError, SetupError
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import CALLED_FROM, RunDir, shown
 from forgather_cli.terminal.folding import tell
@@ -36,6 +38,7 @@ def resume(
         from forgather_cli.launch.run_lock import restore_overwritten
 
         restore_overwritten(RunDir(run_dir))
+    _mend(RunDir(run_dir))
     directory = RunDir(run_dir).first_directory() or Path.cwd()
     if directory != Path.cwd():
         run_dir, config_dir = run_dir.absolute(), config_dir and config_dir.absolute()
@@ -55,6 +58,33 @@ def resume(
 
     with _working_in(directory):
         raise typer.Exit(launch(compose, work, joined(overrides or []), RunDir(run_dir)))
+
+
+def _mend(run: RunDir) -> None:
+    """Set aside what a start cannot read, and make a config that is cut off again from the newest whole checkpoint."""
+    from forgather_cli.checkpoint.choice import would_resume
+    from forgather_cli.checkpoint.rollbacks import read_rollbacks
+    from forgather_cli.config.decode import dump_tree, load_tree
+
+    read_rollbacks(run, mends=True)  # first: no checkpoint is chosen without them
+    try:
+        if run.origin.exists() and not isinstance(read_yaml(run.origin), dict):
+            raise SetupError(f"{run.origin}: must be a mapping")
+    except SetupError as error:
+        set_aside(run.origin, f"{error}, so relative paths count from this directory")
+    config = run.newest_config()
+    try:
+        load_tree(config)
+    except CutOffError:
+        chosen = would_resume(run)
+        if chosen is not None and chosen.manifest is not None:
+            from forgather_cli.checkpoint.load import Reader
+
+            tree = Reader(chosen.path, chosen.manifest).identity()["config"]
+            problem = f"{config}: is empty or cut off, so the settings are those of {shown(chosen.path)}"
+            set_aside(config, problem, dump_tree(tree).encode())
+    except ConfigError:
+        pass  # said where it is read
 
 
 @contextlib.contextmanager
