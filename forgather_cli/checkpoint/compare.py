@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from forgather_cli.documents.regular_files import read_json_object, set_aside, write_whole
+from forgather_cli.documents.regular_files import read_json_object, read_state, write_whole
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 
@@ -90,11 +90,7 @@ def _other_tokens(data: dict[str, Any], data_now: dict[str, Any], changed: Diffe
 
 def record_files(run: RunDir, fingerprint: str, files: Mapping[str, str]) -> None:
     """Keep in the run which files its data are, once; what other starts have read stays. Raises OSError."""
-    try:
-        known = read_json_object(run.data_files, limit=None) if run.data_files.exists() else {}
-    except SetupError as error:
-        set_aside(run.data_files, str(error))
-        known = {}
+    known = read_state(run.data_files, "it is written again") or {}
     if files and fingerprint not in known:
         write_whole(run.data_files, json.dumps({**known, fingerprint: dict(files)}))
 

@@ -13,7 +13,7 @@ import typer
 
 from forgather_cli.cli.words import ConfigDir, Overrides, RunPath, check_overrides
 from forgather_cli.documents.regular_files import read_yaml, set_aside
-from forgather_cli.errors import ConfigError, CutOffError, SetupError
+from forgather_cli.errors import CutOffError, SetupError
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import CALLED_FROM, RunDir, shown
 from forgather_cli.terminal.folding import tell
@@ -74,7 +74,8 @@ def _mend(run: RunDir) -> None:
         set_aside(run.origin, f"{error}, so relative paths count from this directory")
     config = run.newest_config()
     try:
-        load_tree(config)
+        if config.is_file():
+            load_tree(config)
     except CutOffError:
         chosen = would_resume(run)
         if chosen is not None and chosen.manifest is not None:
@@ -83,8 +84,6 @@ def _mend(run: RunDir) -> None:
             tree = Reader(chosen.path, chosen.manifest).identity()["config"]
             problem = f"{config}: is empty or cut off, so the settings are those of {shown(chosen.path)}"
             set_aside(config, problem, dump_tree(tree).encode())
-    except ConfigError:
-        pass  # said where it is read
 
 
 @contextlib.contextmanager

@@ -120,6 +120,17 @@ def read_json_object(path: Path, fail: Failure = SetupError, limit: int | None =
     return found
 
 
+def read_state(path: Path, then: str) -> dict[str, Any] | None:
+    """A JSON object; None where there is no file, or where it cannot be read: then it is set aside, and a warning says
+    so, and what comes ``then``. Raises OSError.
+    """
+    try:
+        return read_json_object(path, limit=None) if path.exists() else None
+    except SetupError as error:
+        set_aside(path, f"{error}; {then}")
+        return None
+
+
 def read_yaml(path: Path, fail: Failure = SetupError) -> Any:
     """A YAML document of plain values. Raises what ``fail`` makes of a message that begins with the path."""
     text = read_text(path, fail)
