@@ -259,9 +259,7 @@ DOCUMENTS: dict[str, tuple[Callable[[Path], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
-def test_a_state_that_cannot_be_read_is_set_aside(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_state_that_cannot_be_read_is_set_aside(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path, (read, document) = tmp_path / name, DOCUMENTS[name]
     assert read(path) is None
     whole = json.dumps(document).encode() + b"\n"
