@@ -204,8 +204,7 @@ def cut_samples(path: Path, last_step: int) -> None:
     """
     try:
         content = read_bytes(path)
-        whole = _WHOLE.match(content)
-        before, *records = _RECORD.split(whole[0] if whole else b"")
+        before, *records = _RECORD.split((_WHOLE.match(content) or [b""])[0])
         if before or content[:9] != b"=== step "[: len(content)]:
             raise ValueError("it does not begin with a sample's step")
         kept = b"".join(record for record in records if int(record.split(maxsplit=3)[2]) <= last_step)

@@ -38,7 +38,6 @@ def resume(
         from forgather_cli.launch.run_lock import restore_overwritten
 
         restore_overwritten(RunDir(run_dir))
-    _mend(RunDir(run_dir))
     directory = RunDir(run_dir).first_directory() or Path.cwd()
     if directory != Path.cwd():
         run_dir, config_dir = run_dir.absolute(), config_dir and config_dir.absolute()
@@ -46,12 +45,14 @@ def resume(
     def compose() -> Loaded:
         from forgather_cli.config.load import reload_config
 
+        _mend(RunDir(run_dir))
         return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))
 
     if RunDir(run_dir).diloco.is_file():
         from forgather_cli.cli.diloco import resume_server
 
         with _working_in(directory):
+            _mend(RunDir(run_dir))
             raise typer.Exit(resume_server(run_dir, check_overrides(overrides), config_dir))
     from forgather_cli.launch.start import launch
     from forgather_cli.worker import work
@@ -77,13 +78,13 @@ def _mend(run: RunDir) -> None:
         if config.is_file():
             load_tree(config)
     except CutOffError:
-        chosen = would_resume(run)
-        if chosen is not None and chosen.manifest is not None:
-            from forgather_cli.checkpoint.load import Reader
+        from forgather_cli.checkpoint.load import Reader
 
-            tree = Reader(chosen.path, chosen.manifest).identity()["config"]
+        chosen = would_resume(run)
+        known = chosen and chosen.manifest and Reader(chosen.path, chosen.manifest).identity().get("config")
+        if chosen and known:
             problem = f"{config}: is empty or cut off, so the settings are those of {shown(chosen.path)}"
-            set_aside(config, problem, dump_tree(tree).encode())
+            set_aside(config, problem, dump_tree(known).encode())
 
 
 @contextlib.contextmanager

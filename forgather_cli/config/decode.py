@@ -167,7 +167,7 @@ def load_tree(path: Path) -> dict[str, Any]:
 
     Raises ConfigError if it cannot be read.
     """
-    again = f"{resume_command(RunDir(path.parent))} makes it again from the newest checkpoint"
+    again = f"{resume_command(RunDir(path.parent))} makes it again from the newest checkpoint, if there is one"
     tree = read_yaml(path, lambda why: ConfigError(f"{why}; mend it; or empty it, and {again}"))
     if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, got {type(tree).__name__}; restore the file")

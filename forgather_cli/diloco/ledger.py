@@ -182,18 +182,18 @@ def read_ledger(path: Path) -> list[Line]:
         try:
             line = Line.from_json(text)
         except (ValueError, KeyError, TypeError) as error:
-            raise SetupError(f"{path}: line {number + 1} is no round ({error}); {remedy(path)}") from error
+            raise unusable(path, f"line {number + 1} is no round ({error})") from error
         parent = lines[-1].hash if lines else line.parent
         if (line.round, line.parent, line.hash) != (number, parent, round_hash(parent, number, line.closed)):
-            raise SetupError(f"{path}: line {number + 1} does not follow from the one before; {remedy(path)}")
+            raise unusable(path, f"line {number + 1} does not follow from the one before")
         lines.append(line)
     return lines
 
 
-def remedy(path: Path) -> str:
-    """What to do about a ledger that cannot be gone on from."""
+def unusable(path: Path, problem: str) -> SetupError:
+    """What is wrong with a ledger that cannot be gone on from, and what to do."""
     command = f"forgather diloco server {shlex.quote(shown(path.parent))} output_dir=NEW"
-    return f"restore the file, or begin a new run from the newest checkpoint: {command}"
+    return SetupError(f"{path}: {problem}; restore it, or begin a new run from the newest checkpoint: {command}")
 
 
 def drop_lines(path: Path, kept: int, dropped: Path) -> None:

@@ -462,7 +462,9 @@ def test_a_config_that_is_no_yaml_is_refused_and_once_emptied_made_again(
     assert again(run) == again(made / "WHOLE")
     shutil.rmtree(run / "checkpoints")
     (run / "config.1.yaml").write_bytes(b"")
-    assert "config.1.yaml: is empty or cut off" in printed(capsys, "resume", str(run)).err
+    done = printed(capsys, "resume", str(run))
+    assert done.code == 2
+    assert "config.1.yaml: is empty or cut off; " in done.err
 
 
 def test_settings_that_were_edited_into_a_checkpoint_count_beside_damaged_rollbacks(made: Path, tmp_path: Path) -> None:
