@@ -2,6 +2,7 @@
 
     ForgatherError                 something a user can act on; the message is the whole story
     ├── ConfigError                a setting is wrong: found before torch is imported, exit code 2
+    │   └── CutOffError            a run's saved config is not whole
     ├── SetupError                 data, model, checkpoint, memory or disk is wrong: found before step 1, exit code 2
     │   ├── DataError
     │   ├── ModelError
@@ -45,6 +46,10 @@ class ConfigError(ForgatherError):
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         super().__init__("\n".join(self.problems))
+
+
+class CutOffError(ConfigError):
+    """A run's saved config is empty, or ends before its end."""
 
 
 class SetupError(ForgatherError):

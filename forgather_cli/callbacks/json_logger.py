@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import logging
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -16,9 +15,7 @@ from typing import Any, NamedTuple
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import JsonSettings
 from forgather_cli.documents.json_and_yaml import parse_json
-from forgather_cli.documents.regular_files import read_bytes
-
-logger = logging.getLogger(__name__)
+from forgather_cli.documents.regular_files import read_bytes, set_aside
 
 
 class RecordFile:
@@ -137,11 +134,7 @@ def _rewrite(path: Path, change: Callable[[_Record], _Record | None]) -> None:
     except FileNotFoundError:
         return
     except (OSError, ValueError) as error:
-        aside, n = path.with_name(f"{path.name}.bak"), 2
-        while aside.exists():
-            aside, n = path.with_name(f"{path.name}.bak.{n}"), n + 1
-        path.rename(aside)
-        logger.warning("%s cannot be read (%s); it is set aside as %s", path, error, aside.name)
+        set_aside(path, f"{path}: cannot be read ({error})")
         return
     if kept != lines:  # also by a torn last line
         replace_file(path, b"".join(kept))

@@ -24,6 +24,7 @@ from forgather_cli.callbacks.console import StreamName, console, is_terminal, pr
 from forgather_cli.callbacks.json_logger import append, replace_file
 from forgather_cli.callbacks.tensorboard import indented
 from forgather_cli.config.schema import Sampling, TextgenSettings
+from forgather_cli.documents.regular_files import read_bytes, set_aside
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.terminal.bars import Bar
@@ -32,7 +33,9 @@ logger = logging.getLogger(__name__)
 AddText = Callable[[str, str, int], None]
 ShowBar = Callable[[str, int, int], None]
 _MAX_LINES = 6  # on a terminal
-_HEADER = re.compile(rb"^=== step (\d+) ===$", re.MULTILINE)
+_RECORD = re.compile(rb"^(?==== step \d+ ===\r?$)", re.MULTILINE)
+"""Where one begins."""
+_WHOLE = re.compile(rb".*\n\r?\n", re.DOTALL)
 _BAR = "samples"
 
 
@@ -105,7 +108,7 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
         self.run.samples.parent.mkdir(exist_ok=True)
         pairs = list(zip(self.prompts, completions, strict=True))
         text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
-        record = _HEADER.sub(rb" \g<0>", text.encode(errors="replace"))  # by which records are told apart
+        record = _RECORD.sub(b" ", text.encode(errors="replace"))  # by which records are told apart
         append(self.run.samples, b"=== step %d ===\n%b\n" % (step, record))
         self._wrote = True
         for number, (prompt, completion) in enumerate(pairs, 1):
@@ -196,17 +199,20 @@ def continued(
 
 
 def cut_samples(path: Path, last_step: int) -> None:
-    """Keep the records up to ``last_step``, in place and atomically, and none that a crash left half-written."""
+    """Keep the records up to ``last_step``, in place and atomically, without what a crash left half-written behind the
+    last blank line; a file that does not begin with a record is set aside.
+    """
     try:
-        content = path.read_bytes()
+        content = read_bytes(path)
+        before, *records = _RECORD.split((_WHOLE.match(content) or [b""])[0])
+        if before or content[:9] != b"=== step "[: len(content)]:
+            raise ValueError("it does not begin with a sample's step")
+        kept = b"".join(record for record in records if int(record.split(maxsplit=3)[2]) <= last_step)
     except FileNotFoundError:
         return
-    found = [*_HEADER.finditer(content)]
-    ends = [*(each.start() for each in found[1:]), len(content)]
-    records = [(int(each[1]), content[each.start() : end]) for each, end in zip(found, ends, strict=True)]
-    if records and not records[-1][1].endswith(b"\n\n"):
-        del records[-1]
-    kept = b"".join(record for step, record in records if step <= last_step)
+    except (OSError, ValueError) as error:
+        set_aside(path, f"{path}: cannot be read ({error})")
+        return
     if kept != content:
         replace_file(path, kept)
 

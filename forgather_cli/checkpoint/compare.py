@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from forgather_cli.documents.regular_files import read_json_object, write_whole
+from forgather_cli.documents.regular_files import read_json_object, read_state, write_whole
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 
@@ -90,7 +90,7 @@ def _other_tokens(data: dict[str, Any], data_now: dict[str, Any], changed: Diffe
 
 def record_files(run: RunDir, fingerprint: str, files: Mapping[str, str]) -> None:
     """Keep in the run which files its data are, once; what other starts have read stays. Raises OSError."""
-    known = _recorded(run)
+    known = read_state(run.data_files, "it is written again") or {}
     if files and fingerprint not in known:
         write_whole(run.data_files, json.dumps({**known, fingerprint: dict(files)}))
 
@@ -100,7 +100,10 @@ def changed_files(run: RunDir, fingerprint: str, files: Mapping[str, str], saved
 
     Of a run that has kept none, those changed since ``saved``, the time of a checkpoint (ISO 8601).
     """
-    before = _recorded(run).get(fingerprint)
+    try:
+        before = read_json_object(run.data_files, limit=None).get(fingerprint)
+    except SetupError:
+        before = None
     if not isinstance(before, dict) or not all(
         isinstance(each, str) and each for each in (*before.values(), *files.values())
     ):
@@ -125,13 +128,6 @@ def changed_files(run: RunDir, fingerprint: str, files: Mapping[str, str], saved
     if not told and list(before.values()) != list(files.values()):
         told = ["the files are the same, in another order"]
     return ", ".join(told)
-
-
-def _recorded(run: RunDir) -> dict[str, Any]:
-    try:
-        return read_json_object(run.data_files, limit=None)
-    except SetupError:
-        return {}
 
 
 def _listed(paths: Sequence[str], kind: str) -> str:

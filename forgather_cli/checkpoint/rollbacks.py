@@ -6,16 +6,15 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from forgather_cli.checkpoint.files import sync_directory
 from forgather_cli.documents.fields import COUNT, TEXT, FieldKind, check_fields, list_of, optional
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.documents.messages import sent
-from forgather_cli.documents.regular_files import read_bytes
+from forgather_cli.documents.regular_files import read_bytes, set_aside
 from forgather_cli.errors import CheckpointError
-from forgather_cli.run_dir import RunDir
+from forgather_cli.run_dir import RunDir, resume_command
 
 
 @sent
@@ -41,17 +40,6 @@ class Rollback:
     """Tensors that these positions refer to: safetensors in base64; empty where they have none."""
 
 
-def read_rollbacks(run: RunDir) -> list[Rollback]:
-    """The run's rollbacks in their order. A torn last line is of one that did not happen. Raises CheckpointError."""
-    try:
-        lines = read_bytes(run.rollbacks).split(b"\n")
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{run.rollbacks}: cannot be read ({error.strerror})") from error
-    return [_decoded(run.rollbacks, number, line) for number, line in enumerate(lines[:-1], 1)]
-
-
 _KINDS = {
     **dict.fromkeys(("number", "from_step", "to_step", "num_skipped_samples"), COUNT),
     **dict.fromkeys(("time", "reason"), TEXT),
@@ -61,15 +49,31 @@ _KINDS = {
 }
 
 
-def _decoded(path: Path, number: int, line: bytes) -> Rollback:
+def read_rollbacks(run: RunDir, *, mends: bool = False) -> list[Rollback]:
+    """The run's rollbacks in their order. A torn last line is of one that did not happen. Raises CheckpointError.
+
+    ``mends``: at a resume a file with lines that cannot be read is set aside, and the other lines stay.
+    """
     try:
-        raw: dict[str, Any] = parse_json(line)
-        check_fields({"tensors": [], **raw} if isinstance(raw, dict) else raw, _KINDS)
-        return Rollback(**{each.name: raw[each.name] for each in fields(Rollback) if each.name in raw})
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{path}:{number}: is damaged ({error}); take the line out, and its samples may be seen again"
-        ) from error
+        lines = read_bytes(run.rollbacks).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{run.rollbacks}: cannot be read ({error.strerror})") from error
+    found, good, damage = [], [], ""
+    for number, line in enumerate(lines, 1):
+        try:
+            raw: dict[str, Any] = parse_json(line)
+            check_fields({"tensors": [], **raw} if isinstance(raw, dict) else raw, _KINDS)
+            found.append(Rollback(**{each.name: raw[each.name] for each in fields(Rollback) if each.name in raw}))
+            good.append(line + b"\n")
+        except (ValueError, TypeError) as error:
+            damage = damage or f"{run.rollbacks}:{number}: is damaged ({error}), so samples may be seen again"
+    if damage and not mends:
+        raise CheckpointError(f"{damage}; {resume_command(run)} sets it aside")
+    if damage:
+        set_aside(run.rollbacks, damage, b"".join(good))
+    return found
 
 
 def append_rollback(run: RunDir, rollback: Rollback) -> None:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from forgather_cli.cli.words import ConfigDir, Overrides, RunPath, check_overrides
+from forgather_cli.documents.regular_files import read_yaml, set_aside
+from forgather_cli.errors import CutOffError, SetupError
 from forgather_cli.launch.place import joined
 from forgather_cli.run_dir import CALLED_FROM, RunDir, shown
 from forgather_cli.terminal.folding import tell
@@ -43,18 +45,46 @@ def resume(
     def compose() -> Loaded:
         from forgather_cli.config.load import reload_config
 
+        _mend(RunDir(run_dir))
         return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))
 
     if RunDir(run_dir).diloco.is_file():
         from forgather_cli.cli.diloco import resume_server
 
         with _working_in(directory):
+            _mend(RunDir(run_dir))
             raise typer.Exit(resume_server(run_dir, check_overrides(overrides), config_dir))
     from forgather_cli.launch.start import launch
     from forgather_cli.worker import work
 
     with _working_in(directory):
         raise typer.Exit(launch(compose, work, joined(overrides or []), RunDir(run_dir)))
+
+
+def _mend(run: RunDir) -> None:
+    """Set aside what a start cannot read, and make a config that is cut off again from the newest whole checkpoint."""
+    from forgather_cli.checkpoint.choice import would_resume
+    from forgather_cli.checkpoint.rollbacks import read_rollbacks
+    from forgather_cli.config.decode import dump_tree, load_tree
+
+    read_rollbacks(run, mends=True)  # first: no checkpoint is chosen without them
+    try:
+        if run.origin.exists() and not isinstance(read_yaml(run.origin), dict):
+            raise SetupError(f"{run.origin}: must be a mapping")
+    except SetupError as error:
+        set_aside(run.origin, f"{error}, so relative paths count from this directory")
+    config = run.newest_config()
+    try:
+        if config.is_file():
+            load_tree(config)
+    except CutOffError:
+        from forgather_cli.checkpoint.load import Reader
+
+        chosen = would_resume(run)
+        known = chosen and chosen.manifest and Reader(chosen.path, chosen.manifest).identity().get("config")
+        if chosen and known:
+            problem = f"{config}: is empty or cut off, so the settings are those of {shown(chosen.path)}"
+            set_aside(config, problem, dump_tree(known).encode())
 
 
 @contextlib.contextmanager

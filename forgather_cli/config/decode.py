@@ -22,8 +22,8 @@ from forgather_cli.config.paths import is_text, walk
 from forgather_cli.config.schema import CallbackSettings, Config, Sampling, Target
 from forgather_cli.documents.json_and_yaml import has_half
 from forgather_cli.documents.regular_files import read_yaml
-from forgather_cli.errors import ConfigError
-from forgather_cli.run_dir import RunDir
+from forgather_cli.errors import ConfigError, CutOffError
+from forgather_cli.run_dir import RunDir, resume_command
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -167,9 +167,13 @@ def load_tree(path: Path) -> dict[str, Any]:
 
     Raises ConfigError if it cannot be read.
     """
-    tree = read_yaml(path, lambda why: ConfigError(f"{why}; give a run directory with its config.yaml"))
-    if not isinstance(tree, dict):
+    again = f"{resume_command(RunDir(path.parent))} makes it again from the newest checkpoint, if there is one"
+    tree = read_yaml(path, lambda why: ConfigError(f"{why}; mend it; or empty it, and {again}"))
+    if tree is not None and not isinstance(tree, dict):
         raise ConfigError(f"{path}: must be a mapping of settings, got {type(tree).__name__}; restore the file")
+    last = tree and tree.get("adapter")
+    if tree is None or (_VERSION in tree and not (isinstance(last, dict) and any(last.values()))):
+        raise CutOffError(f"{path}: is empty or cut off; {again}")
     version = tree.pop(_VERSION, None)  # 0.2 and before wrote none
     if isinstance(tree.get("data"), dict) and isinstance(tree.get("model"), dict):
         if version is None:

@@ -33,7 +33,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.data.order import Order
-from forgather_cli.diloco.ledger import Closed, Line, versions
+from forgather_cli.diloco.ledger import Closed, Line, unusable, versions
 from forgather_cli.diloco.outer_step import OuterStep, Published, square_of_all
 from forgather_cli.diloco.samples import Range, total
 from forgather_cli.diloco.submissions import Submissions
@@ -238,7 +238,7 @@ class GlobalModel:
         at = int(state["round"])
         known = ledger[at].hash if at < len(ledger) else "" if at == 0 else None
         if known is None or (known and state["hash"] and known != state["hash"]):
-            raise SetupError(f"{self.run.rounds}: has no round {at} as {reader.path.name} knows it; restore the file")
+            raise unusable(self.run.rounds, f"has no round {at} as {reader.path.name} knows it")
         load_model(reader, self._tensors)
         self.outer.momentum.clear()
         self.outer.delayed.clear()

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from forgather_cli.diloco.samples import Range, as_ranges
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.documents.regular_files import read_bytes
 from forgather_cli.errors import SetupError
+from forgather_cli.run_dir import shown
 
 
 @dataclass(frozen=True)
@@ -180,12 +182,18 @@ def read_ledger(path: Path) -> list[Line]:
         try:
             line = Line.from_json(text)
         except (ValueError, KeyError, TypeError) as error:
-            raise SetupError(f"{path}: line {number + 1} is no round ({error}); restore the file") from error
+            raise unusable(path, f"line {number + 1} is no round ({error})") from error
         parent = lines[-1].hash if lines else line.parent
         if (line.round, line.parent, line.hash) != (number, parent, round_hash(parent, number, line.closed)):
-            raise SetupError(f"{path}: line {number + 1} does not follow from the one before; restore the file")
+            raise unusable(path, f"line {number + 1} does not follow from the one before")
         lines.append(line)
     return lines
+
+
+def unusable(path: Path, problem: str) -> SetupError:
+    """What is wrong with a ledger that cannot be gone on from, and what to do."""
+    command = f"forgather diloco server {shlex.quote(shown(path.parent))} output_dir=NEW"
+    return SetupError(f"{path}: {problem}; restore it, or begin a new run from the newest checkpoint: {command}")
 
 
 def drop_lines(path: Path, kept: int, dropped: Path) -> None:

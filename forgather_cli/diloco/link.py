@@ -18,7 +18,7 @@ from forgather_cli.diloco import wire
 from forgather_cli.diloco.client import Away, Client, TokenBucket
 from forgather_cli.distributed import gather
 from forgather_cli.documents.regular_files import read_json_object, write_whole
-from forgather_cli.errors import ConfigError, ForgatherError
+from forgather_cli.errors import ConfigError, ForgatherError, SetupError
 from forgather_cli.launch.exit_status import STOPPED, ExitStatus, Kind, done
 from forgather_cli.trainer.run import TrainingRun
 
@@ -130,7 +130,8 @@ class Link:
         """The worker's id, and what proves that another start is the same worker; made up once."""
         path = self._run.run_dir.diloco_worker / "worker.json"
         path.parent.mkdir(exist_ok=True)
-        known = read_json_object(path) if path.exists() else {}
+        remedy = "remove it, and resume with callbacks.diloco.worker_id=ID as forgather diloco status shows it"
+        known = read_json_object(path, lambda why: SetupError(f"{why}; {remedy}")) if path.exists() else {}
         secret = str(known.get("secret") or secrets.token_hex(16))
         made_up = f"{socket.gethostname()}-{secrets.token_hex(3)}"
         stated = self._settings.worker_id or os.environ.get("DILOCO_WORKER_ID", "")

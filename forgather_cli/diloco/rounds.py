@@ -71,6 +71,8 @@ class Rounds:
             worker.heard = now
         for line in ledger:
             self.append(line, now)
+        for member in self.line.members if self.line else ():  # whoever it is where workers.json was lost
+            self.registry.workers.setdefault(member.worker, Worker(member.worker, "", member.batch, heard=now))
 
     @property
     def line(self) -> Line | None:
@@ -136,7 +138,7 @@ class Rounds:
                     "for good, diloco.rewind=true takes workers back to where it is"
                 )
         secret, before = hashlib.sha256(secret.encode()).hexdigest(), registry.workers.get(name)
-        if before is not None and before.secret != secret and not before.is_gone:
+        if before is not None and before.secret not in ("", secret) and not before.is_gone:
             silent, needed = now - before.heard, self.settings.eviction or _SILENCE
             if silent <= needed:
                 raise WireError(

@@ -59,8 +59,8 @@ def token_of(run: RunDir, settings: DilocoServerSettings) -> tuple[str, Path]:
         token = read_text(path, lambda why: SetupError(f"diloco.token_file: {why}; give a file with the token")).strip()
     else:
         path, given = run.diloco_token, os.environ.get(TOKEN_VARIABLE)
-        kept = path.read_text(encoding="utf-8").strip() if path.exists() else ""
-        token = given or kept or secrets.token_hex(32)
+        kept = read_text(path).strip() if path.exists() else None
+        token = given or (secrets.token_hex(32) if kept is None else kept)
         if token != kept:
             write_whole(path, token + "\n", mode=0o600)
     if len(token) < 16 or not token.isascii() or " " in token:

@@ -27,7 +27,7 @@ from forgather_cli.diloco.http_server import serving
 from forgather_cli.diloco.ledger import Closed, drop_lines, hashes_of, read_ledger, write_line
 from forgather_cli.diloco.registry import Registry
 from forgather_cli.diloco.rounds import Rounds
-from forgather_cli.documents.regular_files import read_json_object
+from forgather_cli.documents.regular_files import read_state
 from forgather_cli.errors import SetupError, TrainingError
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import DONE, STOPPED, ExitStatus, Kind, done, write_exit_record
@@ -50,7 +50,8 @@ class Server:
         """Bring the run to where its ledger ends. Raises SetupError."""
         self._model, self._run, self._settings, self._rank = model, run, settings, rank
         ledger = read_ledger(run.rounds)
-        registry = Registry.from_document(read_json_object(run.diloco_workers)) if run.diloco_workers.exists() else None
+        known = read_state(run.diloco_workers, "its workers register anew")
+        registry = None if known is None else Registry.from_document(known)
         initial, kept = model.begin(ledger)
         if goes_back := len(kept) < len(ledger):
             model.submissions.drop(kept[-1].round)

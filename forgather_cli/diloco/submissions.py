@@ -26,8 +26,8 @@ from forgather_cli.diloco.fragments import Shapes
 from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.wire import MAX_PART_HEADER
 from forgather_cli.documents.json_and_yaml import parse_json
-from forgather_cli.documents.regular_files import open_file, read_json_object
-from forgather_cli.errors import CheckpointError
+from forgather_cli.documents.regular_files import open_file, read_json_object, read_state
+from forgather_cli.errors import CheckpointError, SetupError
 
 _VALUES = 1 << 17
 """Of a tensor that are worked on at a time."""
@@ -75,9 +75,10 @@ class Submissions:
         replace_file(path, json.dumps(asdict(submission)).encode(), sibling(path, "tmp"))
 
     def sent(self, round: int, slot: int) -> Submission | None:
-        """What a slot has sent for a round. Raises SetupError for a manifest that cannot be read."""
+        """What a slot has sent for a round; a manifest that cannot be read is set aside, and its worker sends again."""
         path = self.root / f"round-{round:08d}-slot-{slot:04d}.json"
-        return Submission.from_document(read_json_object(path)) if path.exists() else None
+        known = read_state(path, "its worker sends it again")
+        return None if known is None else Submission.from_document(known)
 
     def drop(self, after: int) -> None:
         """Delete manifests of later rounds than ``after``, which are gone."""
@@ -90,11 +91,15 @@ class Submissions:
         were last asked for before ``older_than`` (seconds since the epoch).
         """
         named = set()
+
+        def lost(why: str) -> SetupError:
+            return SetupError(f"{why}; restore it, or remove it, and a later save deletes the parts that it names")
+
         for path in list(self.root.glob("round-*-slot-*.json")):
             if not keep and int(path.name.split("-")[1]) < before:
                 path.unlink()
             else:
-                named |= set(read_json_object(path)["parts"])
+                named |= set(read_json_object(path, lost)["parts"])
         for path in list((self.root / "parts").iterdir()):  # of uploads that were cut too
             with self._lock, suppress(FileNotFoundError):  # an upload that comes to its end now
                 if path.stem not in named and not self._kept[path.stem] and path.stat().st_mtime < older_than:

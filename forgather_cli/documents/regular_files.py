@@ -6,6 +6,7 @@ A file may be a pipe, at which a reader waits for ever, or no text. Each is an e
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import stat
 import threading
@@ -17,6 +18,8 @@ from typing import Any
 
 from forgather_cli.documents.json_and_yaml import has_half, parse_json, parse_yaml
 from forgather_cli.errors import ForgatherError, SetupError
+
+log = logging.getLogger(__name__)
 
 MAX_BYTES = 100_000_000
 """Of a document that is read whole; the limit of safetensors' own reader for its header."""
@@ -52,6 +55,22 @@ def read_bytes(path: Path, limit: int | None = None) -> bytes:
     if limit is not None and len(content) > limit:
         raise OSError(errno.EFBIG, f"has more than {limit:,} bytes", str(path))
     return content
+
+
+def set_aside(path: Path, problem: str, kept: bytes | None = None) -> None:
+    """Move a file that cannot be read out of the way, and warn of it by ``problem``, which begins with the path.
+
+    ``kept``: what can be read of it, which takes its place. Raises OSError.
+    """
+    aside, n = path.with_name(f"{path.name}.bak"), 2
+    while aside.exists():
+        aside, n = path.with_name(f"{path.name}.bak.{n}"), n + 1
+    if kept is None:
+        path.rename(aside)
+    else:  # a kill in between leaves it where it is
+        write_whole(aside, read_bytes(path))
+        write_whole(path, kept)
+    log.warning("%s; it is set aside as %s", problem, aside.name)
 
 
 def read_text(path: Path, fail: Failure = SetupError, limit: int | None = MAX_BYTES) -> str:
@@ -99,6 +118,17 @@ def read_json_object(path: Path, fail: Failure = SetupError, limit: int | None =
     if not isinstance(found, dict):
         raise fail(f"{path}: must hold a JSON object, got {type(found).__name__}")
     return found
+
+
+def read_state(path: Path, then: str) -> dict[str, Any] | None:
+    """A JSON object; None where there is no file, or where it cannot be read: then it is set aside, and a warning says
+    so, and what comes ``then``. Raises OSError.
+    """
+    try:
+        return read_json_object(path, limit=None) if path.exists() else None
+    except SetupError as error:
+        set_aside(path, f"{error}; {then}")
+        return None
 
 
 def read_yaml(path: Path, fail: Failure = SetupError) -> Any:

@@ -263,6 +263,8 @@ def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:
             f"more, or remove the later checkpoints from {run.checkpoints} to resume from an earlier one"
         )
     ended = read_exit_record(run)
+    if ended is None and run.exit.exists():
+        tell(f"{run.exit}: cannot be read, so the run goes on from its newest checkpoint", sys.stderr)
     if ended is None or ended.state != "done" or (newest is not None and newest.step != ended.step):
         return None
     if config.max_steps != ended.step:  # it counts epochs, or was stopped early: then any other setting is a reason

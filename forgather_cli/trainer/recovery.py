@@ -42,7 +42,7 @@ class Recovery:
     def __init__(self, run: TrainingRun, checkpoints: Checkpoints) -> None:
         """Collective."""
         self._run, self._checkpoints = run, checkpoints
-        self.records = on_rank_0(lambda: read_rollbacks(run.run_dir), run.cpu_group)
+        self.records = on_rank_0(lambda: read_rollbacks(run.run_dir, mends=True), run.cpu_group)
         self.behind = max((each.number for each in self.records), default=0)
         """The number of the last rollback; checkpoints keep it."""
         self.saved_step: int | None = None

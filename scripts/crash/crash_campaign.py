@@ -6,12 +6,13 @@
     scripts/crash_campaign 20 --busy                  # while other processes take every core
     scripts/crash_campaign 40 --adapters              # runs that train adapters
 
-A trial draws a layout and settings (``crash_draw.py``), kills a rank, the launcher, a data worker or all of them by a
-signal, mostly SIGKILL, inside a save more often than not, and resumes the run: once or twice, in the same layout or in
-another one. What is left of a killed job must end within 30 s. A run resumed in its layout must end with the losses,
-norms, weights, moments and random states of an uninterrupted one, bit by bit; in another layout with its losses and
-norms within 1e-5 and 1e-4. Other arguments are overrides for every run. Exit code 1 if a trial fails; each failure is
-printed with its seed, and its run is kept.
+A trial draws a layout and settings (``crash_draw.py``), with the default callbacks. It kills a rank, the launcher, a
+data worker or all of them by a signal, mostly SIGKILL, inside a save more often than not, or within a second after a
+resume, or twice in a row before the first checkpoint; and it resumes the run: once to three times, in the same layout
+or in another one. What is left of a killed job must end within 30 s. A run resumed in its layout must end with the
+losses, norms, samples, weights, moments and random states of an uninterrupted one, bit by bit; in another layout with
+its losses and norms within 1e-5 and 1e-4. Other arguments are overrides for every run. Exit code 1 if a trial fails;
+each failure is printed with its seed, and its run is kept.
 """
 
 from __future__ import annotations

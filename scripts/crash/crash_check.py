@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import signal
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,13 @@ def records(run: Path) -> list[dict[str, Any]]:
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+def samples(run: Path) -> list[tuple[int, str]]:
+    """(step, text) of each record of samples.txt."""
+    path = run / "samples.txt"
+    _, *parts = re.split(r"^=== step (\d+) ===$", path.read_text() if path.exists() else "", flags=re.MULTILINE)
+    return [(int(step), text) for step, text in zip(parts[::2], parts[1::2], strict=True)]
 
 
 def last_step(run: Path) -> int:
@@ -142,6 +150,7 @@ def compare(
     exact = MAX_STEPS if moved_after is None else moved_after
     problems = _compare_training(_of(mine, "grad_norm"), _of(theirs, "grad_norm"), exact)
     problems += _compare_evaluations(_of(mine, "eval_loss"), _of(theirs, "eval_loss"), exact, discarded)
+    problems += _compare_samples(samples(run), samples(reference), exact, discarded)
     if moved_after is None and not problems and _hashes(run) != _hashes(reference):
         problems.append("weights, moments or random states differ at the end")
     return problems
@@ -180,6 +189,17 @@ def _compare_evaluations(
     return problems
 
 
+def _compare_samples(
+    mine: list[tuple[int, str]], theirs: list[tuple[int, str]], exact: int, discarded: Collection[int]
+) -> list[str]:
+    """In another layout other tokens may be drawn; a stop cuts a text short."""
+    expected, steps = dict(theirs), [step for step, _ in mine]
+    if len(set(steps)) < len(steps) or not set(expected) - set(discarded) <= set(steps) <= set(expected):
+        return [f"samples at steps {steps}, not {list(expected)}"]
+    wrong = [step for step, text in mine if step <= exact and step not in discarded and text != expected[step]]
+    return [f"other samples at step {step}" for step in wrong]
+
+
 def _same(a: float, b: float, near: float) -> bool:
     return a == b or (near > 0 and math.isclose(a, b, rel_tol=near))
 
@@ -195,6 +215,8 @@ def after_end(run: Path) -> list[str]:
     leftovers = [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")]
     leftovers += [path.name for path in run.iterdir() if path.name.startswith(".") and path.name != ".lock"]
     problems = [f"left behind: {', '.join(leftovers)}"] if leftovers else []
+    if aside := [path.name for path in run.glob("*.bak*")]:
+        problems.append(f"set aside: {', '.join(aside)}")
     if outcome(run) != 0:
         problems.append(f"exit.json says {outcome(run)} at the end")
     return problems + damaged(run)

@@ -17,8 +17,10 @@ BATCH = 24
 COMMON = (
     f"max_steps={MAX_STEPS}", f"global_batch_size={BATCH}", "deterministic=true",
     "precision=fp32", "data=text", "data.seq_len=32", "data.eval_fraction=0.1",
-    "eval_steps=12", "max_eval_samples=8", "callbacks=minimal", "verify_checkpoint=full",
+    "eval_steps=12", "max_eval_samples=8", "verify_checkpoint=full",
+    "callbacks.textgen.prompts=[a,the]", "callbacks.textgen.max_new_tokens=3",
 )  # fmt: skip
+"""With the default callbacks."""
 MODEL = ("model=nano", "model.num_hidden_layers=4")
 """The model of every run; with adapters it is their base."""
 
@@ -200,7 +202,14 @@ def draw(seed: int, layouts: Sequence[str] = (), recipes: Sequence[Recipe] = REC
         workers=workers, by_resume=by_resume, kills=(),
         moved_to=other if moves and recipe.exact and other != layout else None,
     )  # fmt: skip
-    kills = [_draw_kill(rng, plan, start) for start in range(2 if rng.random() < 0.3 else 1)]
+    kills = [_draw_kill(rng, plan, start) for start in range(_weighted(rng, {1: 5, 2: 3, 3: 2}))]
+    if rng.random() < 0.2:  # twice in a row, before there is a checkpoint
+        plan = replace(plan, save_steps=15)
+        instants = Instant("sample", 1, rng.uniform(0.0, 0.03)), Instant("trial", 1, rng.uniform(0.0, 1.0))
+        kills = [
+            replace(kill, instant=at, signum=signal.SIGKILL if kill.signum in STOPS else kill.signum, then=None)
+            for kill, at in zip((_draw_kill(rng, plan, start) for start in range(2)), instants, strict=True)
+        ]
     return replace(plan, kills=tuple(kills))
 
 
@@ -215,15 +224,18 @@ def _draw_kill(rng: random.Random, plan: Plan, start: int) -> Kill:
 
 
 def _draw_instant(rng: random.Random, plan: Plan, start: int) -> Instant:
-    """Two of three are inside a save or close to one. A start that goes on may get through few of them."""
+    """Two of three are inside a save or close to one. A start that goes on may get through few of them; one of nine
+    comes within a second of it.
+    """
     saves, records = -(-MAX_STEPS // plan.save_steps), MAX_STEPS // plan.recipe.logging_steps - 2
     deletions = max(1, saves - plan.keep - 1)
     if start > 0:
         saves, records, deletions = max(1, saves // 3), records // 3, 1
     instants = {
         Instant("start", 1, rng.uniform(0.0, 4.0)): 6,
-        Instant("trial", 1, rng.uniform(0.0, 0.002)): 3,
+        Instant("trial", 1, rng.uniform(0.0, 1.0 if start > 0 else 0.002)): 12 if start > 0 else 3,
         Instant("record", rng.randint(1, records), rng.uniform(0.0, 0.03)): 17,
+        Instant("sample", 1, rng.uniform(0.0, 0.03)): 5,
         Instant("temporary", rng.randint(1, saves), rng.uniform(0.0, 0.04)): 26,
         Instant("manifest", rng.randint(1, saves), rng.uniform(0.0, 0.003)): 15,
         Instant("rename", rng.randint(1, saves), rng.uniform(0.0, 0.003)): 15,

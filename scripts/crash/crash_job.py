@@ -189,7 +189,7 @@ class Watch:
 
     def _named(self, directory: Path, mask: int, name: str) -> Iterator[str]:
         if mask & _MODIFY:
-            yield from ["record"] if name == "metrics.jsonl" else []
+            yield from {"metrics.jsonl": ["record"], "samples.txt": ["sample"]}.get(name, [])
         elif directory.name.startswith(".tmp"):
             yield from ["manifest"] if name == "manifest.json" else []
         elif name.startswith(".tmp-step"):

@@ -100,6 +100,16 @@ def edit_manifest(run: Path) -> None:
     path.write_text(json.dumps(manifest))
 
 
+def other_sample(run: Path) -> None:
+    path = run / "samples.txt"
+    path.write_text(path.read_text()[:-3] + "?\n\n")
+
+
+def drop_sample(run: Path) -> None:
+    path = run / "samples.txt"
+    path.write_text(path.read_text().partition("=== step 24")[0])
+
+
 def drop_line(run: Path, key: str) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     newest = max(number for number, line in enumerate(lines) if f'"{key}"' in line)
@@ -114,6 +124,8 @@ def drop_line(run: Path, key: str) -> None:
         (lambda run: drop_line(run, "grad_norm"), "training records of steps"),
         (lambda run: drop_line(run, "eval_loss"), "evaluations at steps"),
         (edit_manifest, "weights, moments or random states differ"),
+        (other_sample, "other samples at step 24"),
+        (drop_sample, "samples at steps [12]"),
     ],
 )
 def test_another_result_is_reported(whole: tuple[Path, Path], tamper: Callable[[Path], None], found: str) -> None:
@@ -137,7 +149,9 @@ def test_a_damaged_checkpoint_leftovers_and_a_wrong_outcome_are_reported(whole: 
     saving.damage(checkpoint(run, MAX_STEPS) / "model" / "model.safetensors", saving.flip(-1))
     (run / "checkpoints" / ".tmp-step-00000030-1.0").mkdir()
     (run / "exit.json").write_text('{"code": 1}')
+    (run / "samples.txt.bak").write_text("")
     found = " ".join(after_end(run))
+    assert "set aside: samples.txt.bak" in found
     assert "checkpoint 30 is damaged: model/model.safetensors" in found
     assert "left behind: .tmp-step-00000030-1.0" in found
     assert "exit.json says 1" in found
@@ -232,8 +246,12 @@ def test_a_seed_is_a_trial_and_many_seeds_are_all_there_is() -> None:
     assert {kill.signum for kill in kills} == {signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, *STOPS}
     assert {kill.target for kill in kills} == {"rank", "launcher", "group", "worker"}
     assert {"manifest", "rename", "retention", "final"} < {kill.instant.event for kill in kills}
-    near_a_save = sum(kill.instant.event not in ("start", "record") for kill in kills)
-    assert near_a_save > 0.6 * len(kills)
+    near_a_save = sum(kill.instant.event not in ("start", "record", "sample", "trial") for kill in kills)
+    assert near_a_save > 0.5 * len(kills)
+    twice = [kills for plan in plans if plan.save_steps > 12 and (kills := plan.kills)]
+    assert 0.1 * len(plans) < len(twice) < 0.3 * len(plans), "before the first checkpoint, and soon after the resume"
+    assert {tuple(kill.instant.event for kill in kills) for kills in twice} == {("sample", "trial")}
+    assert not {kill.signum for kills in twice for kill in kills}.intersection(STOPS), "which would save one"
     assert all(plan.recipe.exact for plan in plans if plan.moved_to), "others do not compute the same elsewhere"
     assert {draw(seed, ["single"]).layout.name for seed in range(20)} == {"single"}
 
@@ -257,8 +275,9 @@ def test_a_save_is_seen_as_it_happens(watch: Watch, tmp_path: Path) -> None:
     assert list(watch.events(1.0)) == ["rename", "final"]
     checkpoint(tmp_path, 30).rename(checkpoints / ".trash-step-00000030-1.1")
     assert list(watch.events(1.0)) == ["retention"]
-    (tmp_path / "metrics.jsonl").write_text("{}\n")
-    assert list(watch.events(1.0)) == ["record"]
+    for name, event in (("metrics.jsonl", "record"), ("samples.txt", "sample")):
+        (tmp_path / name).write_text("{}\n")
+        assert list(watch.events(1.0)) == [event]
     assert list(watch.events(0.0)) == []
 
 

@@ -233,13 +233,18 @@ def test_a_wrong_field_of_a_manifest_is_damage(field: str, value: Any, said: Sai
 @pytest.mark.parametrize(
     "change", [{"number": "x"}, {"data": []}, {"to_step": -1}, {"skipped_sample_ids": [-1]}], ids=str
 )
-def test_a_wrong_field_of_a_rollback_is_damage(change: dict[str, Any], said: Said) -> None:
+def test_a_wrong_field_of_a_rollback_is_damage(
+    change: dict[str, Any], said: Said, caplog: pytest.LogCaptureFixture
+) -> None:
     record = {"number": 1, "time": "", "reason": "", "from_step": 2, "to_step": 2, "num_skipped_samples": 0,
               "skipped_sample_ids": [], "data": [{"epoch": 0, "sample": 8}], "tensors": []}  # fmt: skip
     Path("RUN/rollbacks.jsonl").write_text(json.dumps({**record, **change}) + "\n")
-    text = said("resume", "RUN", "max_steps=3")
+    text = said("checkpoint", "list", "RUN")
     assert "RUN/rollbacks.jsonl:1: is damaged" in text
     assert next(iter(change)) in text
+    assert "forgather resume RUN sets it aside" in text
+    said("resume", "RUN", "max_steps=3", code=0)
+    assert "so samples may be seen again; it is set aside as rollbacks.jsonl.bak" in caplog.text
 
 
 DAMAGES: list[tuple[Callable[[], None], str]] = [
