@@ -1,4 +1,4 @@
-"""``data=seq2seq``: pairs of a source and a target from jsonl, json and parquet files, as rows.
+"""``data=seq2seq``: pairs of a source and a target from files of records, as rows.
 
 In the cache the tokens of a pair lie one after the other, and its first target says where the second side begins.
 """
@@ -32,7 +32,6 @@ from forgather_cli.data.text.read import (
     encodable,
     kind_of,
     read_records,
-    read_rows,
     sound_rows,
 )
 from forgather_cli.data.text.tokenizer import Tokenizer, end_of
@@ -106,15 +105,12 @@ def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) 
 def _read(option: Seq2SeqSettings, files: Sequence[SourceFile], damage: Damage, first: int) -> Iterator[_Pair]:
     """``first``: the number of the first file."""
     for number, source in enumerate(files, first):
-        path, kind = source.path, source.label
-        if kind not in (".jsonl", ".json", ".parquet"):
-            raise DataError(f"{path}: holds no pairs by its name; give jsonl, json or parquet files")
 
-        def rows(part: FilePart, path: Path = path, kind: str = kind) -> Iterator[_Pair | BadRow]:
-            for record in read_rows(path) if kind == ".parquet" else read_records(path, damage):
+        def rows(part: FilePart, path: Path = source.path) -> Iterator[_Pair | BadRow]:
+            for record in read_records(path, damage):
                 yield record if isinstance(record, BadRow) else _pair(option, record)
 
-        for pair in sound_rows(path, rows, damage, skip_bad=option.on_bad_row == "skip"):
+        for pair in sound_rows(source.path, rows, damage, skip_bad=option.on_bad_row == "skip"):
             pair.file = number
             yield pair
 

@@ -18,7 +18,7 @@ from forgather_cli.data.text import read
 from forgather_cli.data.text.compressed import check_archives
 from forgather_cli.data.text.read import Damage, Document, SourceFile, codec_of, kind_of, parts_of, read_documents
 from forgather_cli.data.tokens import Split
-from forgather_cli.documents.regular_files import open_file
+from forgather_cli.documents.regular_files import RECORDS, open_file
 from forgather_cli.errors import DataError
 
 if TYPE_CHECKING:  # processes that tokenize need this module and no settings, whose import takes as long as theirs
@@ -216,9 +216,10 @@ def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
 
 
 def _typed(paths: Sequence[Path]) -> tuple[SourceFile, ...]:
-    # " records": 0.1.0 read json files as plain text, and what it cached of them is not what they mean
+    # " records": 0.1.0 read json files as plain text, 0.3.0 csv, and what they cached of them is not what they mean
+    once_text = set(RECORDS) - {".jsonl", ".parquet"}
     return tuple(
-        SourceFile(path, kind_of(path) + codec_of(path) + " records" * (kind_of(path) == ".json")) for path in paths
+        SourceFile(path, kind_of(path) + codec_of(path) + " records" * (kind_of(path) in once_text)) for path in paths
     )
 
 
