@@ -18,7 +18,7 @@ from forgather_cli.config.schema import (
     TextSettings,
 )
 from forgather_cli.data.cache import Cache
-from forgather_cli.data.text.corpus import CorpusPiece, Documents, find_corpus, find_files, is_held_out
+from forgather_cli.data.text.corpus import CorpusPiece, Documents, find_corpus, find_records, is_held_out
 from forgather_cli.data.text.hf import hf_corpus, names_of
 from forgather_cli.data.text.read import Damage, Document, kind_of, rows_before
 from forgather_cli.data.tokens import Split, Tokenized
@@ -44,8 +44,7 @@ class Origins:
         if not option.files:
             assert isinstance(option, InstructSettings)
             return list(names_of(option))
-        evaluation = find_files("data.eval_files", option.eval_files) if option.eval_files else []
-        return list(map(str, [*find_files("data.files", option.files), *evaluation]))
+        return [str(source.path) for files in find_records(option) for source in files]
 
     @property
     def _has_files(self) -> bool:

@@ -408,7 +408,7 @@ def test_wider_ids_are_refused_and_read_where_they_are_named(
     path, good = write_bin(tmp_path / "a.bin", values, dtype), write_bin(tmp_path / "b.bin", [1] * 9)
     both: dict[str, Any] = {"tokenizer": "bytes", "cache_dir": cache, "seq_len": 8}
     files = {"files": [str(good)], setting: [str(path)]}
-    with pytest.raises(DataError, match=rf"a\.bin: .* set data\.token_dtype={dtype}, or data\.token_dtype=uint16 "):
+    with pytest.raises(DataError, match=rf"a\.bin: .* set data\.token_dtype={dtype}, or uint16 "):
         load(TokensSettings(**files, **both))
     if values.min() >= 0 and values.max() < 257:
         made = load(TokensSettings(files=[str(path)], token_dtype=dtype, eval_fraction=0.0, **both))

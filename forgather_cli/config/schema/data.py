@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
 from glob import glob
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
-from pydantic import ConfigDict
+from pydantic import AfterValidator, ConfigDict
 
 from forgather_cli.config.schema.base import (
     Count,
@@ -78,10 +79,10 @@ class _Data(CommonData):
 
 def _files_of_text(config: Any) -> Void | None:
     """Where all files are plain text, which has no field."""
-    patterns = [str(Path(each).expanduser()) for each in (*config.data.files, *config.data.eval_files)]
-    names = [name for each in patterns for name in glob(each, recursive=True) or [each]]
-    has_records = any(not set(RECORDS).isdisjoint(Path(name.lower()).suffixes) for name in names)
-    return Void("data.files", GIVE_RECORDS) if names and not has_records else None
+    patterns = [*config.data.files, *config.data.eval_files]
+    names = [Path(name.lower()) for each in patterns for name in glob(each, recursive=True) or [each]]
+    has_records = any(suffix in RECORDS for name in names for suffix in name.suffixes)
+    return None if has_records or not names else Void("data.files", GIVE_RECORDS)
 
 
 OF_RECORDS = OnlyIf(_files_of_text)
@@ -220,6 +221,8 @@ class InstructSettings(DatasetSettings):
     mapping: dict[str, ChatKey] = field(default_factory=dict)  # key of the records: role, or key of a known layout
     ignore: list[str] = field(default_factory=list)  # keys of the records that are as if they were not there
     chat_template: FilePath | None = None  # a file, or chatml; null: the tokenizer directory's
+    # YYYY-MM-DD, the day that a template writes; null: of the run's first start, whose moment runs of before have
+    template_date: Annotated[str, AfterValidator(lambda text: datetime.fromisoformat(text) and text)] | None = None
     # markers of the template that are no tokens yet; auto: added where the model can learn them
     add_tokens: Literal["auto"] | bool = "auto"
     train_on: Literal["assistant", "last", "all"] = "assistant"

@@ -22,7 +22,7 @@ from forgather_cli.data.cache import Cache, Meta, Meter, digest
 from forgather_cli.data.paired.denoise import Example
 from forgather_cli.data.paired.rows import Shape, batch_of_rows, best_fit_in_two
 from forgather_cli.data.samples import one_of
-from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
+from forgather_cli.data.text.corpus import content_hash, find_records, with_splits
 from forgather_cli.data.text.read import (
     BadRow,
     Damage,
@@ -30,7 +30,6 @@ from forgather_cli.data.text.read import (
     SourceFile,
     chunks,
     encodable,
-    kind_of,
     read_records,
     sound_rows,
 )
@@ -63,12 +62,7 @@ class _Pair:
 
 def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) -> Tokenized:
     """The tokens of the pairs, from the cache or made now. Raises DataError, with file and line, for bad records."""
-    train, held_out = (
-        tuple(SourceFile(path, kind_of(path)) for path in (find_files(setting, files) if files else ()))
-        for setting, files in (("data.files", option.files), ("data.eval_files", option.eval_files))
-    )
-    if not train:
-        find_files("data.files", option.files)  # says so
+    train, held_out = find_records(option)
     eval_fraction = 0.0 if held_out else option.eval_fraction
     content = content_hash(cache, (*train, *held_out))
     rules = [_VERSION, len(train), eval_fraction, option.input_key, option.target_key, option.on_bad_row]

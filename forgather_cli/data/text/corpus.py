@@ -22,7 +22,7 @@ from forgather_cli.documents.regular_files import RECORDS, open_file
 from forgather_cli.errors import DataError
 
 if TYPE_CHECKING:  # processes that tokenize need this module and no settings, whose import takes as long as theirs
-    from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
+    from forgather_cli.config.schema import InstructSettings, PythonStdlibSettings, Seq2SeqSettings, TextSettings
 
 _VERSION = 2  # of the rules below that decide what a document is and where it goes
 _MANY = 20_000  # files; of more no single one is remembered
@@ -213,6 +213,13 @@ def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
         found.update(dict.fromkeys(files))
     check_archives(found)
     return list(found)
+
+
+def find_records(option: InstructSettings | Seq2SeqSettings) -> tuple[tuple[SourceFile, ...], tuple[SourceFile, ...]]:
+    """The files of an option, and those of evaluation. Raises DataError when a pattern matches nothing."""
+    train = tuple(SourceFile(path, kind_of(path)) for path in find_files("data.files", option.files))
+    evaluation = find_files("data.eval_files", option.eval_files) if option.eval_files else ()
+    return train, tuple(SourceFile(path, kind_of(path)) for path in evaluation)
 
 
 def _typed(paths: Sequence[Path]) -> tuple[SourceFile, ...]:

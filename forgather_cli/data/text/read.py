@@ -363,15 +363,14 @@ def _cells(path: Path, damage: Damage) -> Iterator[Record | BadRow]:
             return _decode(line, path, damage)
 
         reader = csv.reader(map(text, file.handle), delimiter=SEPARATORS[kind_of(path)], strict=True)
-        names: list[str] = []
         line = 1
         try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise DataError(f"{path}: two columns have one name ({', '.join(names)}); rename one")
+            line = reader.line_num + 1
             for cells in reader:
-                if not names:
-                    names = cells
-                    if len(set(names)) < len(names):
-                        raise DataError(f"{path}: two columns have one name ({', '.join(names)}); rename one")
-                elif len(cells) == len(names):
+                if len(cells) == len(names):
                     yield Record(line, dict(zip(names, cells, strict=True)), file.progress())
                 elif cells:  # no blank line
                     yield BadRow(line, f"has {len(cells)} cells, and the header {len(names)} ({', '.join(names)})")

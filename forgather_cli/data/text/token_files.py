@@ -20,7 +20,6 @@ from forgather_cli.errors import DataError
 
 _VERSION = 1  # of the index
 _CHUNK = 1 << 23  # tokens scanned at once
-_LOOK = 1 << 10  # tokens that are looked at in each of 64 places
 _log = logging.getLogger(__name__)
 
 
@@ -94,19 +93,16 @@ def _array_files(setting: str, patterns: Sequence[str], token_dtype: str | None)
 
 def _check_width(file: ArrayFile) -> None:
     """Raise DataError for what looks like wider ids: every second number is 0, of large ids little, of negative ones
-    0xffff. A part of the file is looked at."""
-    places = range(0, max(file.length, 1), max(file.length >> 6, _LOOK) // 4 * 4)
-    pairs = np.concatenate([file.array[start : start + _LOOK] for start in places]).reshape(-1, 2)
-    low, high = pairs.T
+    0xffff. The file is looked at in 64 places."""
+    places = range(0, max(file.length, 1), max(file.length >> 6, 1024) // 4 * 4)
+    low, high = np.concatenate([file.array[start : start + 1024] for start in places]).reshape(-1, 2).T
     # fewer may be the ids of a small vocabulary
     differ = len(np.unique(low)) > 64 if high.any() else len(low) >= 8 and low.any()
     if differ and ((high < 16) | (high == 0xFFFF)).all():
-        is_long = file.length % 4 == 0 and np.isin(pairs[1::2], (0, 0xFFFF)).all()
+        is_long = file.length % 4 == 0 and np.isin([low[1::2], high[1::2]], (0, 0xFFFF)).all()
         dtype = "int64" if is_long else "int32" if (high == 0xFFFF).any() else "uint32"
-        raise DataError(
-            f"{file.path}: every second number of 16 bits is next to nothing, as of {dtype} ids read as uint16; set "
-            f"data.token_dtype={dtype}, or data.token_dtype=uint16 if these are the ids"
-        )
+        why = f"every second number of 16 bits is next to nothing, as of {dtype} ids"
+        raise DataError(f"{file.path}: {why}; set data.token_dtype={dtype}, or uint16 if these are the ids")
 
 
 def _open(directory: Path, name: str, files: Sequence[ArrayFile], meta: Meta) -> TokenSplit:
