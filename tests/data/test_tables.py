@@ -212,6 +212,10 @@ def test_a_field_that_no_file_has_is_refused(
     for more in ("a.txt,b.csv.gz", "'*.*'", "x.jsonl", "x.JSON"):
         load_config(None, [each if "files" not in each else f"data.files=[{more}]" for each in words])
     load_config(None, [*words, "data.eval_files=[b.csv.gz]"])
+    if data == "ul2":  # a column of the datasets library
+        load_config(
+            None, [*words[:1], *words[2:], "data.source=hf", "data.data_files=[a.txt]", "data.eval_files=[a.txt]"]
+        )
 
 
 def test_a_run_that_was_begun_with_such_a_field_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def _files_of_text(config: Any) -> Void | None:
     patterns = [*config.data.files, *config.data.eval_files]
     names = [Path(name.lower()) for each in patterns for name in glob(each, recursive=True) or [each]]
     has_records = any(suffix in RECORDS for name in names for suffix in name.suffixes)
-    return None if has_records or not names else Void("data.files", GIVE_RECORDS)
+    return None if has_records or not config.data.files else Void("data.files", GIVE_RECORDS)
 
 
 OF_RECORDS = OnlyIf(_files_of_text)
