@@ -54,7 +54,7 @@ def compose(*words: str, config_dir: Path | str | None = None, **settings: Any) 
     from forgather_cli.launch.layout import plan_layout
     from forgather_cli.launch.memory import check_memory
     from forgather_cli.launch.place import joined
-    from forgather_cli.launch.start import check_surroundings, choose_precision, origin_of, output_dir
+    from forgather_cli.launch.start import as_begun, check_surroundings, origin_of, output_dir
     from forgather_cli.worker import build
 
     loaded = load(words, None if config_dir is None else Path(config_dir), trust_config=True)
@@ -73,7 +73,7 @@ def compose(*words: str, config_dir: Path | str | None = None, **settings: Any) 
     check_memory(config, layout)
     for note in loaded.notes:
         print(note, flush=True)
-    loaded = choose_precision(loaded, RunDir(output_dir(loaded)))
+    loaded = as_begun(loaded, RunDir(output_dir(loaded)))
     config = loaded.config
     # data and model are read here; these are read by train(), after which a script may have changed the directory
     later = {"output_dir": output_dir(loaded), "logging_dir": config.logging_dir}

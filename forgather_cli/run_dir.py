@@ -129,26 +129,27 @@ class RunDir:
         """The working directory of the run's first start, from which its relative paths count; None if that is not
         known, or not there. Reads ``origin.yaml``.
         """
-        told = self._origin().get("directory")
+        told = self.read_origin().get("directory")
         return Path(told) if isinstance(told, str) and os.path.isabs(told) and os.path.isdir(told) else None
 
     def option_files(self) -> dict[str, str]:
         """By setting: the file that named a part of the user's own at the first start. Reads ``origin.yaml``."""
-        told = self._origin().get("option_files")
+        told = self.read_origin().get("option_files")
         return {str(key): str(file) for key, file in told.items()} if isinstance(told, dict) else {}
 
     def given(self) -> frozenset[str]:
         """Paths of the settings that recipe and command line gave at the first start. Reads ``origin.yaml``."""
-        told = self._origin().get("given")
+        told = self.read_origin().get("given")
         return frozenset(map(str, told)) if isinstance(told, list) else frozenset()
 
     def typed(self) -> dict[str, str]:
         """By setting: what was typed at the first start, ``ABOUT_THE_RUN`` left out. Reads ``origin.yaml``."""
-        told = self._origin().get("overrides")
+        told = self.read_origin().get("overrides")
         words = (str(word).lstrip("+").partition("=") for word in (told if isinstance(told, list) else ()))
         return {name: value for name, _, value in words if name not in ABOUT_THE_RUN and not name.startswith("~")}
 
-    def _origin(self) -> dict[str, Any]:
+    def read_origin(self) -> dict[str, Any]:
+        """What the first start has left in ``origin.yaml``; nothing where that cannot be read."""
         try:
             origin = read_yaml(self.origin)
         except SetupError:

@@ -180,6 +180,7 @@ def load_tree(path: Path) -> dict[str, Any]:
             _complete_0_2(tree["data"], tree["model"])
         if tree["data"].get("type") == "instruct":
             tree["data"].setdefault("add_tokens", False)  # before there was the setting, markers were text
+            tree["data"].setdefault("template_date", RunDir(path.parent).read_origin().get("started_at"))
     directory = RunDir(path.parent).first_directory()
     if directory is None or directory == Path.cwd():
         return tree

@@ -74,6 +74,7 @@ _MUST_BE = {
     "list_type": "a list",
     "tuple_type": "a list",
     "dict_type": "a mapping",
+    "value_error": "a day as YYYY-MM-DD",
     "dataclass_type": "a mapping of settings",
     "dataclass_exact_type": "a mapping of settings",
 }

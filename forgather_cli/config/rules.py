@@ -48,11 +48,11 @@ def _unread(config: Config, owners: Mapping[str, Any], layers: Mapping[str, int]
     for prefix, owner in owners.items():
         cls: type = type(owner)
         for name, condition in _conditions(cls):
-            inactive = isinstance(owner, CallbackSettings) and getattr(owner, name) is None
-            if inactive or (void := condition.void(config)) is None:
-                continue
             path = f"{prefix}{name}"
             given = {path} if path in layers else {each for each in layers if each.startswith(f"{path}.")}
+            inactive = isinstance(owner, CallbackSettings) and getattr(owner, name) is None
+            if not given or inactive or (void := condition.void(config)) is None:
+                continue
             since = max(layers.get(void.because, -1), layers.get(void.because.partition(".")[0], -1))
             for each in sorted(given - reported):
                 if layers[each] >= since:

@@ -170,6 +170,7 @@ def _stream(option: HfSettings | InstructSettings, cache: Cache, seed: int, mode
         documents = ChatDocuments(option, model_tokens, source.features)
         tokenizer = documents.chats.tokenizer
         parts += documents.rules
+        description |= documents.chats.dated
     else:
         tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
         tokenizer.prepare(())

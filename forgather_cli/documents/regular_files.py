@@ -23,6 +23,10 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 100_000_000
 """Of a document that is read whole; the limit of safetensors' own reader for its header."""
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
+RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *SEPARATORS)
+"""How files of records are called, which may be compressed besides; all others hold text."""
+GIVE_RECORDS = "give jsonl, json, parquet, csv or tsv files"
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",

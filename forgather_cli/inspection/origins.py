@@ -18,10 +18,11 @@ from forgather_cli.config.schema import (
     TextSettings,
 )
 from forgather_cli.data.cache import Cache
-from forgather_cli.data.text.corpus import CorpusPiece, Documents, find_corpus, find_files, is_held_out
+from forgather_cli.data.text.corpus import CorpusPiece, Documents, find_corpus, find_records, is_held_out
 from forgather_cli.data.text.hf import hf_corpus, names_of
 from forgather_cli.data.text.read import Damage, Document, kind_of, rows_before
 from forgather_cli.data.tokens import Split, Tokenized
+from forgather_cli.documents.regular_files import RECORDS
 
 Place = tuple[str, int | None]
 """A file and a line or record from 1, None where it is one document; or a split of the datasets library and a row from
@@ -43,8 +44,7 @@ class Origins:
         if not option.files:
             assert isinstance(option, InstructSettings)
             return list(names_of(option))
-        evaluation = find_files("data.eval_files", option.eval_files) if option.eval_files else []
-        return list(map(str, [*find_files("data.files", option.files), *evaluation]))
+        return [str(source.path) for files in find_records(option) for source in files]
 
     @property
     def _has_files(self) -> bool:
@@ -159,7 +159,7 @@ class Origins:
             return
         for part in piece.parts:
             path = Path(self._name(part))
-            has_records = kind_of(path) in (".jsonl", ".json", ".parquet")
+            has_records = kind_of(path) in RECORDS
             before = rows_before(path, part[1]) if has_records and part[1].start else 0
             for document in self._corpus.read(piece._replace(parts=[part]), Damage()):
                 line = before + int(document.name.rpartition(":")[2]) if has_records else None

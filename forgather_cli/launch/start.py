@@ -25,6 +25,7 @@ from forgather_cli.config.schema import (
     AutoSettings,
     Config,
     FP8Settings,
+    InstructSettings,
     KernelLoss,
     QATSettings,
     QLoRASettings,
@@ -75,7 +76,7 @@ def launch(compose: Callable[[], Loaded], work: Work, place: Place | None = None
         return launch_ranks(layout, None, None).code
     check_port(layout)
     root = output_dir(loaded)
-    loaded = choose_precision(loaded, RunDir(root))
+    loaded = as_begun(loaded, RunDir(root))
     if layout.nodes == 1 and (reason := _nothing_left(RunDir(root), loaded)) is not None:
         tell(f"nothing left to train: {reason}; raise max_steps or num_train_epochs to train further")
         return DONE
@@ -141,7 +142,7 @@ def _join(place: Place, compose: Callable[[], Loaded], work: Work, run: RunDir |
             again = rendezvous.earlier_root() if rendezvous is not None and place.attempt else None
             held = stack.enter_context(RunLock(Path(again) if again else output_dir(loaded)))
             rank.run, rank.conclude_run = held.run, partial(_conclude_run, held)
-            config, _ = _begin(held, choose_precision(loaded, held.run), layout, again=again is not None)
+            config, _ = _begin(held, as_begun(loaded, held.run), layout, again=again is not None)
             return Start(held.run, config)
 
         status = run_rank(rank, wait_for_start if place.rank else begin, work)
@@ -223,17 +224,24 @@ def output_dir(loaded: Loaded) -> Path:
     return next(path for path in candidates if not path.exists())
 
 
-def choose_precision(loaded: Loaded, run: RunDir) -> Loaded:
-    """``loaded`` with the precision that ``auto`` stands for, which is said: the one that ``run`` was begun with, else
-    what its device multiplies fast in. Raises ConfigError where that contradicts other settings.
+def as_begun(loaded: Loaded, run: RunDir) -> Loaded:
+    """``loaded`` with the day that a chat template writes, and the precision that ``auto`` stands for, which is said:
+    those that ``run`` was begun with, else today and what its device multiplies fast in. Raises ConfigError where that
+    contradicts other settings.
     """
     from forgather_cli.config.decode import load_saved, to_tree
 
-    asked, option, why = loaded.config.precision, None, "as the run was begun"
+    asked, data, begun = loaded.config.precision, loaded.config.data, None
+    is_open = isinstance(asked, AutoSettings) or isinstance(data, InstructSettings)
+    if is_open and run.config.exists() and not loaded.config.overwrite_output_dir:  # on whatever machine that was
+        begun = load_saved(run.newest_config())
+    if isinstance(data, InstructSettings) and data.template_date is None:
+        day = getattr(begun.data if begun else None, "template_date", None) or f"{datetime.now():%Y-%m-%d}"
+        loaded.tree["data"]["template_date"] = day
+        loaded = replace(loaded, config=replace(loaded.config, data=replace(data, template_date=day)))
     if not isinstance(asked, AutoSettings):
         return loaded
-    if run.config.exists() and not loaded.config.overwrite_output_dir:  # on whatever machine that was
-        option = load_saved(run.newest_config()).precision
+    option, why = begun.precision if begun else None, "as the run was begun"
     if option is None or isinstance(option, AutoSettings):
         option, why = without_auto(asked, loaded.config.device)
     config = replace(loaded.config, precision=option)

@@ -106,11 +106,13 @@ def _print_resume_command() -> None:
 @doing("composing the jobs")
 def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None) -> list[SweepJob]:
     """The jobs of a sweep with their directories, all checked. Raises ConfigError with the problems of all."""
+    from forgather_cli.config.decode import load_tree
     from forgather_cli.launch.layout import gpus, plan_layout
     from forgather_cli.sweeps.expand import expand, job_name
 
     there = bool(gpus())
     jobs: list[SweepJob] = []
+    undated: list[SweepJob] = []
     problems: dict[str, None] = {}
     expanded = expand(overrides, config_dir=config_dir)
     for job_overrides in expanded:
@@ -130,8 +132,14 @@ def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None)
             root = Path("outputs") / loaded.recipe / f"sweep-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
         takes_gpus = there and loaded.config.device in ("auto", "cuda")
         jobs.append(SweepJob(name, job_overrides, RunDir(root / name), own, layout.ranks_per_node, takes_gpus))
+        if loaded.tree["data"].get("template_date", "no chats") is None and not jobs[-1].run.config.exists():
+            undated.append(jobs[-1])
     if problems:
         raise ConfigError(list(problems))
+    begun = [load_tree(each.run.config)["data"].get("template_date") for each in jobs if each.run.config.exists()]
+    day = min(filter(None, begun), default=time.strftime("%Y-%m-%d"))[:10]
+    for job in undated:  # in all jobs a template writes the day on which the sweep began
+        job.overrides.append(f"data.template_date={day}")
     return jobs
 
 

@@ -72,7 +72,8 @@ def test_references_stay_as_typed_and_are_resolved_at_each_load(here: Path, monk
 
 def test_a_run_keeps_them_in_all_that_it_writes(here: Path) -> None:
     words = ["callbacks.trackers=null", "callbacks.info.verbose=true", "data.text_key=${oc.env:MY_SECRET}"]
-    assert forgather("train", "./mine.yaml", *words, "output_dir=run") == 0
+    write("held.jsonl", '{"hunter2": "some more text of mine"}\n')
+    assert forgather("train", "./mine.yaml", *words, "data.eval_files=[held.jsonl]", "output_dir=run") == 0
     assert yaml.safe_load(Path("run/config.yaml").read_text())["data"]["text_key"] == "${oc.env:MY_SECRET}"
     assert files_with("hunter2", here / "run") == []
     assert files_with("${oc.env:MY_SECRET}", here / "run/tensorboard") != []

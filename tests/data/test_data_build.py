@@ -388,6 +388,52 @@ def test_bad_token_files(
         load(tokens(cache, write_bin(tmp_path / "a.bin", values, dtype), **settings))
 
 
+WIDE = np.random.default_rng(0).integers(0, 257, 5000)  # ids of a vocabulary that one byte and a bit hold
+LARGE = np.random.default_rng(1).integers(0, 150_000, 5000)  # of Qwen's
+PADDED = np.where(np.arange(5000) % 7 == 0, -100, WIDE)
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        (WIDE, "uint32"), (WIDE, "int64"), (WIDE[:9], "uint32"), (WIDE[:8], "int64"), (LARGE, "uint32"),
+        (LARGE[:99], "uint32"), (LARGE, "int64"), (PADDED, "int32"), (PADDED, "int64"),
+        (np.tile(WIDE, 60), "uint32"), (np.tile(LARGE, 60), "int64"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("setting", ["files", "eval_files"])
+def test_wider_ids_are_refused_and_read_where_they_are_named(
+    tmp_path: Path, cache: str, values: Any, dtype: str, setting: str
+) -> None:
+    path, good = write_bin(tmp_path / "a.bin", values, dtype), write_bin(tmp_path / "b.bin", [1] * 9)
+    both: dict[str, Any] = {"tokenizer": "bytes", "cache_dir": cache, "seq_len": 8}
+    files = {"files": [str(good)], setting: [str(path)]}
+    with pytest.raises(DataError, match=rf"a\.bin: .* set data\.token_dtype={dtype}, or uint16 "):
+        load(TokensSettings(**files, **both))
+    if values.min() >= 0 and values.max() < 257:
+        made = load(TokensSettings(files=[str(path)], token_dtype=dtype, eval_fraction=0.0, **both))
+        assert all_ids(made.train) == values[: len(values) // 8 * 8].tolist()
+    else:  # as ever
+        with pytest.raises(DataError, match=rf"token id {min(values.min(), 0) or values.max()} is outside the voc"):
+            load(TokensSettings(files=[str(path)], token_dtype=dtype, **both))
+    halves = values.astype(dtype).view(np.uint16)
+    if halves.max() < 257:  # who says so has them
+        made = load(TokensSettings(files=[str(path)], token_dtype="uint16", eval_fraction=0.0, **both))
+        assert all_ids(made.train)[:16] == halves[:16].tolist()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [0] * 64, [1] * 50, [1, 0] * 3, [0, 7] * 40, list(range(16)) * 30, [5, 0, 9, 0, 4, 0, 2, 3] * 40,
+        [*[1, 0] * 4000, 3, 3], np.arange(9001) % 257, [200, 15] * 40, [0, 0, 3, 3] * 500,
+    ],
+)  # fmt: skip
+def test_ids_of_two_bytes_are_never_refused(tmp_path: Path, cache: str, values: Any) -> None:
+    made = load(tokens(cache, write_bin(tmp_path / "a.bin", values), eval_fraction=0.0, seq_len=2))
+    assert all_ids(made.train) == list(values)[: len(values) // 2 * 2]
+
+
 def test_files_that_hold_no_tokens(tmp_path: Path, cache: str) -> None:
     (tmp_path / "a.txt").write_text("x")
     (tmp_path / "a.npy").write_bytes(b"none")

@@ -219,7 +219,7 @@ def test_what_is_no_chat_data_or_no_template_is_said(corpus: Path, directory: Pa
     with pytest.raises(DataError, match=named + r".*nowhere: cannot be read \(No such file or directory\); gi"):
         load(corpus, directory, chat_template="nowhere")
     for name, content, message in (
-        ("chats.txt", "Hi", r"not chat data by its name; give jsonl, json or parquet files"),
+        ("chats.txt", "Hi", r"holds no records by its name; give jsonl, json, parquet, csv or tsv files"),
         ("empty.jsonl", "\n", r"data\.files: no conversation in 1 files"),
     ):
         (tmp_path / name).write_text(content)

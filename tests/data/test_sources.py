@@ -93,7 +93,7 @@ def test_one_text_is_cut_at_a_line_one_line_anywhere_and_one_letter_nowhere(tmp_
 
 
 FINE = b'{"text": "fine"}\n'
-GIVE = r"; give a text in UTF-8, or jsonl or parquet"
+GIVE = r"; give a text in UTF-8, or give jsonl, json, parquet, csv"
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import datetime
+from glob import glob
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
-from pydantic import ConfigDict
+from pydantic import AfterValidator, ConfigDict
 
 from forgather_cli.config.schema.base import (
     Count,
@@ -22,6 +25,7 @@ from forgather_cli.config.schema.base import (
     only_where,
     settings,
 )
+from forgather_cli.documents.regular_files import GIVE_RECORDS, RECORDS
 
 
 def _undispatched(config: Any) -> Void | None:
@@ -73,6 +77,15 @@ class _Data(CommonData):
     add_bos: Annotated[bool | None, _OF_DIRECTORY] = None
 
 
+def _files_of_text(config: Any) -> Void | None:
+    """Where all files are plain text, which has no field."""
+    patterns = [*config.data.files, *config.data.eval_files]
+    names = [Path(name.lower()) for each in patterns for name in glob(each, recursive=True) or [each]]
+    has_records = any(suffix in RECORDS for name in names for suffix in name.suffixes)
+    return None if has_records or not config.data.files else Void("data.files", GIVE_RECORDS)
+
+
+OF_RECORDS = OnlyIf(_files_of_text)
 OnBadRow = Literal["error", "skip"]
 
 
@@ -91,12 +104,12 @@ class PythonStdlibSettings(_Tokenized):
 
 @settings
 class TextSettings(_Tokenized):
-    """Local text: txt, md, jsonl, parquet; plain or compressed."""
+    """Local text: txt, md, jsonl, json, csv, tsv, plain or compressed; and parquet."""
 
     type: Literal["text"] = "text"
     files: list[FilePath]
     eval_files: list[FilePath] = field(default_factory=list)  # empty: eval_fraction of the documents
-    text_key: str = "text"
+    text_key: Annotated[str, OF_RECORDS] = "text"
     on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the documents
 
@@ -184,7 +197,8 @@ class TokensSettings(_Data):
     type: Literal["tokens"] = "tokens"
     files: list[FilePath]
     eval_files: list[FilePath] = field(default_factory=list)
-    token_dtype: Literal["uint16", "uint32", "int32", "int64"] = "uint16"  # of .bin files; .npy say their own
+    # of .bin files, .npy say their own; null: uint16, unless they look wider
+    token_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
     document_separator: int | None = None  # token id that ends a document
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the tokens, from the end
 
@@ -198,7 +212,7 @@ ChatKey = Literal[
 
 @settings
 class InstructSettings(DatasetSettings):
-    """Conversations: jsonl, json, parquet, or of the ``datasets`` library; targets are the assistant's turns."""
+    """Conversations: files of records, or of the ``datasets`` library; targets are the assistant's turns."""
 
     type: Literal["instruct"] = "instruct"
     files: list[FilePath] = field(default_factory=list)  # eval_files go with them, or with data_files
@@ -207,6 +221,8 @@ class InstructSettings(DatasetSettings):
     mapping: dict[str, ChatKey] = field(default_factory=dict)  # key of the records: role, or key of a known layout
     ignore: list[str] = field(default_factory=list)  # keys of the records that are as if they were not there
     chat_template: FilePath | None = None  # a file, or chatml; null: the tokenizer directory's
+    # YYYY-MM-DD, the day that a template writes; null: of the run's first start, whose moment runs of before have
+    template_date: Annotated[str, AfterValidator(lambda text: datetime.fromisoformat(text) and text)] | None = None
     # markers of the template that are no tokens yet; auto: added where the model can learn them
     add_tokens: Literal["auto"] | bool = "auto"
     train_on: Literal["assistant", "last", "all"] = "assistant"

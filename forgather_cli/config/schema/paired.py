@@ -21,6 +21,7 @@ from forgather_cli.config.schema.base import (
     settings,
 )
 from forgather_cli.config.schema.data import (
+    OF_RECORDS,
     WITHOUT_EVAL_FILES,
     CommonData,
     DataTarget,
@@ -133,7 +134,7 @@ class Ul2Settings(_PairedData):
         only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
         only_if("data.eval_split", None, remedy="leave eval_split out"),
     ] = 0.05
-    text_key: Annotated[str, only_if("data.source", "text", "hf")] = "text"
+    text_key: Annotated[str, only_if("data.source", "text", "hf"), OF_RECORDS] = "text"
     on_bad_row: Annotated[OnBadRow, only_if("data.source", "text", "hf")] = "error"
     tokenize_processes: Annotated[PositiveInt | None, only_if("data.streaming", False)] = None
     max_seq_length: Annotated[int, Ge(8)] = 8192  # tokens of a window
@@ -189,7 +190,7 @@ class Ul2Settings(_PairedData):
 
 @settings
 class Seq2SeqSettings(_PairedData):
-    """Pairs of a source and a target: jsonl, json, parquet."""
+    """Pairs of a source and a target in files of records."""
 
     type: Literal["seq2seq"] = "seq2seq"
     files: list[FilePath]

@@ -1,4 +1,4 @@
-"""Chat records of jsonl, json and parquet files as conversations: the layouts that people's files have.
+"""Chat records of files as conversations: the layouts that people's files have.
 
     {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}    OpenAI
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]}        ShareGPT
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.text.hf import without_added
-from forgather_cli.data.text.read import BadRow, Damage, FilePart, Record, kind_of, read_records, read_rows, sound_rows
+from forgather_cli.data.text.read import BadRow, Damage, FilePart, Record, kind_of, read_records, sound_rows
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.errors import DataError
 
@@ -68,12 +68,8 @@ def read_conversations(
     path: Path, option: InstructSettings, use: Callable[[Conversation], _T], damage: Damage
 ) -> Iterator[_T]:
     """``conversations_in`` a file, plain or compressed. Raises DataError."""
-    kind = kind_of(path)
-    if kind not in (".jsonl", ".json", ".parquet"):
-        raise DataError(f"{path}: not chat data by its name; give jsonl, json or parquet files")
-    is_table = kind == ".parquet"
-    records = read_rows(path) if is_table else read_records(path, damage)
-    return conversations_in(records, str(path), option, use, damage, is_table=is_table)
+    is_table = kind_of(path) == ".parquet"
+    return conversations_in(read_records(path, damage), str(path), option, use, damage, is_table=is_table)
 
 
 def conversations_in(
@@ -175,7 +171,7 @@ def _turns(row: Row, option: InstructSettings, read: set[str], record: Row) -> t
         pairs, lists = itertools.product(questions, answers), () if has_user and has_assistant else _LISTS
     for key in lists:
         if row.get(key) is not None:
-            turns = row[key]
+            turns = _object(row[key], list)  # of a csv file it is text
             if not isinstance(turns, list) or not turns:
                 got = "an empty list" if turns == [] else type(turns).__name__
                 raise DataError(f"{key!r} must be a list of messages, got {got}")
@@ -211,7 +207,7 @@ def _side(row: Row, key: str, role: str, read: set[str]) -> list[Any]:
             value = f"{value}\n\n{below}" if below else value
             read.add(more)
     turns: list[Any] = []
-    if isinstance(history := row.get("history"), list):
+    if isinstance(history := _object(row.get("history"), list), list):
         read.add("history")
         for pair in history:
             if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
@@ -285,10 +281,10 @@ def _opened(entry: Any) -> Any:
     return opened
 
 
-def _object(value: Any) -> Any:
-    """The object that a JSON text spells, as OpenAI's arguments do; what is no such text as it is."""
+def _object(value: Any, kind: type = dict) -> Any:
+    """The object, or the list, that a JSON text spells, as OpenAI's arguments do; what is no such text as it is."""
     if isinstance(value, str):
         with suppress(ValueError):
             found = parse_json(value)
-            return found if isinstance(found, dict) else value
+            return found if isinstance(found, kind) else value
     return value

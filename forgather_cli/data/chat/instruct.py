@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from forgather_cli.data.chat.markers import markers_of
 from forgather_cli.data.chat.marks import MARKS, unlearned_turns
 from forgather_cli.data.chat.template import CHATML, ChatTemplate
 from forgather_cli.data.packing import PackingTable
-from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
+from forgather_cli.data.text.corpus import content_hash, find_records, with_splits
 from forgather_cli.data.text.hf import Rows, content_of_rows, origin_of, rows_of
-from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable, kind_of
+from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable
 from forgather_cli.data.text.tokenizer import (
     END,
     Marked,
@@ -79,6 +80,13 @@ class Chats:
         return sorted((READ | MARKS.keys()).intersection(self.option.ignore))
 
     @property
+    def dated(self) -> dict[str, str]:
+        """The day, where the template writes it, for the keys of tokens. Runs of before there was the setting have none
+        in theirs: they are known by the zone, since they have the moment at which they began."""
+        day = self.option.template_date or f"{self.template.now:%Y-%m-%d}"
+        return {"template_date": day} if "strftime_now" in self.template.source and not self.template.now.tzinfo else {}
+
+    @property
     def all_files(self) -> tuple[Source, ...]:
         return self.files + self.eval_files
 
@@ -93,18 +101,13 @@ def find_chats(option: InstructSettings, cache: Cache, model_tokens: int | None 
     Raises DataError for files, tokenizer or template that cannot be used.
     """
 
-    def files(setting: str, patterns: list[str]) -> tuple[Source, ...]:
-        return tuple(SourceFile(path, kind_of(path)) for path in find_files(setting, patterns))
-
-    evaluation: tuple[Source, ...] = ()
+    sources: tuple[tuple[Source, ...], tuple[Source, ...]]
     if option.files:
-        train = files("data.files", option.files)
-        evaluation = files("data.eval_files", option.eval_files) if option.eval_files else ()
+        sources = find_records(option)
     else:
         rows, held_out = rows_of(option, cache)
-        train, evaluation = (rows,), () if held_out is None else (held_out,)
-    tokenizer, template, added = find_tokenizer(option, model_tokens)
-    return Chats(option, train, evaluation, tokenizer, template, added)
+        sources = (rows,), () if held_out is None else (held_out,)
+    return Chats(option, sources[0], sources[1], *find_tokenizer(option, model_tokens))
 
 
 def find_tokenizer(
@@ -115,6 +118,7 @@ def find_tokenizer(
     Raises DataError.
     """
     template = _template(option)
+    template.now = datetime.fromisoformat(option.template_date or f"{template.now:%Y-%m-%d}")
 
     def load(added: tuple[str, ...]) -> Tokenizer:
         given = template.source if option.chat_template else None
@@ -231,7 +235,8 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     content = _content(cache, chats)
     old_rules = [len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
     old_rules += ["skip"] if option.on_bad_row == "skip" else []
-    rules = [*old_rules, list(option.mapping.items()), chats.ignored]  # other keys are in the meta data
+    # keys of the records that nothing reads are in the meta data
+    rules = [*old_rules, list(option.mapping.items()), chats.ignored, *chats.dated.values()]
     others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]
 
     before = digest([content, [1, *old_rules], *others])  # the key that 0.3.0 has given them
@@ -306,6 +311,7 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         "keys": keys.found(),
         "as_before": as_before and chats.template.source == CHATML and not changed and not chats.added,
         "rules": RULES,
+        "dated": chats.dated,
         "unknown": sorted(unknown),
     }
 
@@ -396,7 +402,8 @@ def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, Pac
         if found:
             left_out.append(f"of {meta[name]['documents']:,} {name} conversations {', '.join(found)}")
     tokens, targets = meta["train"]["tokens"], meta["train"]["targets"]
-    description = {"targets": f"{targets:,} of {tokens:,} training tokens ({option.train_on})"}
+    said = {"targets": f"{targets:,} of {tokens:,} training tokens ({option.train_on})"}
+    description: dict[str, str] = said | meta.get("dated", {})
     if unread := [*meta["keys"]["others"], *meta["keys"]["carry"]]:
         description["not_read"] = ", ".join(unread)
     if left_out:

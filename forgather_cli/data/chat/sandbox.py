@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
@@ -171,8 +172,8 @@ class Turns(Extension):
         return text
 
 
-def sandbox(now: datetime) -> Environment:
-    """``now`` is one moment for all renderings, so that parts of a conversation agree across midnight."""
+def sandbox(now: Callable[[], datetime]) -> Environment:
+    """``now``: one moment for all renderings, so that parts of a conversation agree across midnight."""
 
     def tojson(
         value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
@@ -186,7 +187,7 @@ def sandbox(now: datetime) -> Environment:
     environment.filters["tojson"] = tojson  # Jinja's own escapes HTML characters
     environment.globals |= {
         "raise_exception": raise_exception,
-        "strftime_now": lambda style: now.strftime(style),
+        "strftime_now": lambda style: now().strftime(style),
         "namespace": _Namespace,
         "dict": _Dict(),
     }

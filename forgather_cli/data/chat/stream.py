@@ -49,7 +49,7 @@ class ChatDocuments:
     def rules(self) -> list[Any]:
         """What decides, beside rows and tokenizer, which ids and targets are made of them."""
         option, template = self.chats.option, self.chats.template
-        keys = [option.messages_key, list(option.mapping.items()), self.chats.ignored]
+        keys = [option.messages_key, list(option.mapping.items()), self.chats.ignored, *self.chats.dated.values()]
         return [RULES, option.train_on, option.too_long, *keys, [template.source, template.special_tokens]]
 
     def __reduce__(self) -> Any:  # to a data worker: a compiled template cannot travel

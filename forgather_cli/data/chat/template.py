@@ -53,7 +53,7 @@ _REASONING_KEYS = frozenset(_REASONING)
 class ChatTemplate:
     """A compiled template and the special tokens it may name (``bos_token``, ``eos_token``, ...).
 
-    ``name`` says in messages which it is.
+    ``name`` says in messages which it is. ``now``: what it is told when it asks for the date.
 
     Raises DataError if the source does not compile, and from each method if the template refuses the messages.
     """
@@ -61,7 +61,8 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], name: object = "") -> None:
         self.source, self.name = source, name
         self.special_tokens = dict(special_tokens)
-        self._environment = environment = sandbox(datetime.now())
+        self.now = datetime.now()
+        self._environment = environment = sandbox(lambda: self.now)
         self._given_up = ""
         self._turns: Turns = environment.extensions[Turns.identifier]  # type: ignore[assignment]
         try:

@@ -1,4 +1,4 @@
-"""``data=seq2seq``: pairs of a source and a target from jsonl, json and parquet files, as rows.
+"""``data=seq2seq``: pairs of a source and a target from files of records, as rows.
 
 In the cache the tokens of a pair lie one after the other, and its first target says where the second side begins.
 """
@@ -22,7 +22,7 @@ from forgather_cli.data.cache import Cache, Meta, Meter, digest
 from forgather_cli.data.paired.denoise import Example
 from forgather_cli.data.paired.rows import Shape, batch_of_rows, best_fit_in_two
 from forgather_cli.data.samples import one_of
-from forgather_cli.data.text.corpus import content_hash, find_files, with_splits
+from forgather_cli.data.text.corpus import content_hash, find_records, with_splits
 from forgather_cli.data.text.read import (
     BadRow,
     Damage,
@@ -30,9 +30,7 @@ from forgather_cli.data.text.read import (
     SourceFile,
     chunks,
     encodable,
-    kind_of,
     read_records,
-    read_rows,
     sound_rows,
 )
 from forgather_cli.data.text.tokenizer import Tokenizer, end_of
@@ -64,12 +62,7 @@ class _Pair:
 
 def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) -> Tokenized:
     """The tokens of the pairs, from the cache or made now. Raises DataError, with file and line, for bad records."""
-    train, held_out = (
-        tuple(SourceFile(path, kind_of(path)) for path in (find_files(setting, files) if files else ()))
-        for setting, files in (("data.files", option.files), ("data.eval_files", option.eval_files))
-    )
-    if not train:
-        find_files("data.files", option.files)  # says so
+    train, held_out = find_records(option)
     eval_fraction = 0.0 if held_out else option.eval_fraction
     content = content_hash(cache, (*train, *held_out))
     rules = [_VERSION, len(train), eval_fraction, option.input_key, option.target_key, option.on_bad_row]
@@ -106,15 +99,12 @@ def tokenize_pairs(option: Seq2SeqSettings, tokenizer: Tokenizer, cache: Cache) 
 def _read(option: Seq2SeqSettings, files: Sequence[SourceFile], damage: Damage, first: int) -> Iterator[_Pair]:
     """``first``: the number of the first file."""
     for number, source in enumerate(files, first):
-        path, kind = source.path, source.label
-        if kind not in (".jsonl", ".json", ".parquet"):
-            raise DataError(f"{path}: holds no pairs by its name; give jsonl, json or parquet files")
 
-        def rows(part: FilePart, path: Path = path, kind: str = kind) -> Iterator[_Pair | BadRow]:
-            for record in read_rows(path) if kind == ".parquet" else read_records(path, damage):
+        def rows(part: FilePart, path: Path = source.path) -> Iterator[_Pair | BadRow]:
+            for record in read_records(path, damage):
                 yield record if isinstance(record, BadRow) else _pair(option, record)
 
-        for pair in sound_rows(path, rows, damage, skip_bad=option.on_bad_row == "skip"):
+        for pair in sound_rows(source.path, rows, damage, skip_bad=option.on_bad_row == "skip"):
             pair.file = number
             yield pair
 

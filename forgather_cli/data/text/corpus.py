@@ -18,11 +18,11 @@ from forgather_cli.data.text import read
 from forgather_cli.data.text.compressed import check_archives
 from forgather_cli.data.text.read import Damage, Document, SourceFile, codec_of, kind_of, parts_of, read_documents
 from forgather_cli.data.tokens import Split
-from forgather_cli.documents.regular_files import open_file
+from forgather_cli.documents.regular_files import RECORDS, open_file
 from forgather_cli.errors import DataError
 
 if TYPE_CHECKING:  # processes that tokenize need this module and no settings, whose import takes as long as theirs
-    from forgather_cli.config.schema import PythonStdlibSettings, TextSettings
+    from forgather_cli.config.schema import InstructSettings, PythonStdlibSettings, Seq2SeqSettings, TextSettings
 
 _VERSION = 2  # of the rules below that decide what a document is and where it goes
 _MANY = 20_000  # files; of more no single one is remembered
@@ -215,10 +215,18 @@ def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
     return list(found)
 
 
+def find_records(option: InstructSettings | Seq2SeqSettings) -> tuple[tuple[SourceFile, ...], tuple[SourceFile, ...]]:
+    """The files of an option, and those of evaluation. Raises DataError when a pattern matches nothing."""
+    train = tuple(SourceFile(path, kind_of(path)) for path in find_files("data.files", option.files))
+    evaluation = find_files("data.eval_files", option.eval_files) if option.eval_files else ()
+    return train, tuple(SourceFile(path, kind_of(path)) for path in evaluation)
+
+
 def _typed(paths: Sequence[Path]) -> tuple[SourceFile, ...]:
-    # " records": 0.1.0 read json files as plain text, and what it cached of them is not what they mean
+    # " records": 0.1.0 read json files as plain text, 0.3.0 csv, and what they cached of them is not what they mean
+    once_text = set(RECORDS) - {".jsonl", ".parquet"}
     return tuple(
-        SourceFile(path, kind_of(path) + codec_of(path) + " records" * (kind_of(path) == ".json")) for path in paths
+        SourceFile(path, kind_of(path) + codec_of(path) + " records" * (kind_of(path) in once_text)) for path in paths
     )
 
 

@@ -30,7 +30,7 @@ _VERSION = 1  # of the rules below that decide what a document is
 _FORMATS = ("json", "parquet", "arrow", "csv", "text")
 _FORMAT_OF = {
     ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv",
-    ".txt": "text", ".md": "text",
+    ".ndjson": "json", ".txt": "text", ".md": "text",
 }  # fmt: skip
 _LOCAL = "data.dataset=json data.data_files=[...], or a directory written by save_to_disk"
 _log = logging.getLogger(__name__)
@@ -73,6 +73,7 @@ def open_datasets(option: DatasetSettings, cache: Cache) -> tuple[Any, Any | Non
             revision=option.revision,
             streaming=option.streaming,
             cache_dir=str(cache.root / "datasets" / stamp) if is_local else None,
+            **({"sep": "\t"} if path == "csv" and kind_of(Path(option.data_files[0])) == ".tsv" else {}),
             **kwargs,
         )
 

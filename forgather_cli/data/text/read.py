@@ -1,4 +1,4 @@
-"""What lies in text files: documents and records of txt, md, jsonl, json (each plain or compressed) and parquet.
+"""What lies in text files: documents and records of txt, md, jsonl, json, csv, tsv (plain or compressed) and parquet.
 
 Files are read as streams, a piece at a time. A long plain file can be read by ranges of bytes, a parquet file by ranges
 of row groups, and gives the same documents as when it is read whole.
@@ -7,8 +7,10 @@ of row groups, and gives the same documents as when it is read whole.
 from __future__ import annotations
 
 import contextlib
+import csv
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -17,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from forgather_cli.data.text.compressed import CODECS, Opened, opened
 from forgather_cli.documents.json_and_yaml import check_text, parse_json
-from forgather_cli.documents.regular_files import not_utf8, open_file
+from forgather_cli.documents.regular_files import GIVE_RECORDS, RECORDS, SEPARATORS, not_utf8, open_file
 from forgather_cli.errors import DataError
 
 _CHUNK = 1 << 20  # characters that are encoded at once
@@ -134,11 +136,11 @@ def read_documents(
     ``skip_bad``: rows without text are left out and noted in ``damage``; otherwise they are one error.
     """
     path, kind = source.path, kind_of(source.path)
-    if kind in (".jsonl", ".json", ".parquet"):
+    if kind in RECORDS:
         is_table = kind == ".parquet"
 
         def rows(part: FilePart) -> Iterator[Document | BadRow]:
-            for record in read_rows(path, part, text_key) if is_table else read_records(path, damage, part):
+            for record in _rows(path, part, text_key) if is_table else read_records(path, damage, part):
                 if isinstance(record, BadRow):
                     yield record
                     continue
@@ -167,7 +169,8 @@ def parts_of(path: Path) -> list[FilePart]:
     """
     try:
         size = path.stat().st_size
-        if size <= PIECE or codec_of(path) or kind_of(path) == ".json":  # may be one list
+        # json may be one list, and a row of a csv file goes on in the next line where a quote is open
+        if size <= PIECE or codec_of(path) or kind_of(path) in (".json", *SEPARATORS):
             return [FilePart(num_bytes=size)]
         return _row_groups(path, size) if kind_of(path) == ".parquet" else list(_ranges(path, size))
     except OSError as error:
@@ -176,7 +179,7 @@ def parts_of(path: Path) -> list[FilePart]:
 
 def _ranges(path: Path, size: int) -> Iterator[FilePart]:
     """Ranges of a plain file that end with a line; of text, which may have no lines, with a character."""
-    longest = None if kind_of(path) == ".jsonl" else PIECE
+    longest = None if kind_of(path) in RECORDS else PIECE
     with open_file(path) as handle:
         start = 0
         while start < size:
@@ -219,7 +222,7 @@ def _plain(source: SourceFile, damage: Damage, part: FilePart) -> Iterator[Docum
             else:
                 rest = b""
             if problem := not_utf8(data, start):
-                raise DataError(f"{source.path}: {problem}, or jsonl or parquet files")
+                raise DataError(f"{source.path}: {problem}, or {GIVE_RECORDS}")
             name = f"{source.label}:{start}" if start else source.label
             yield Document(name, _decode(data, source.path, damage), file.progress())
             start += len(data)
@@ -300,6 +303,16 @@ def _kind(value: Any) -> str:
 
 
 def read_records(path: Path, damage: Damage, part: FilePart = WHOLE) -> Iterator[Record | BadRow]:
+    """The records of a file, or of a part of it. Raises DataError for what cannot be read."""
+    kind = kind_of(path)
+    if kind not in RECORDS:
+        raise DataError(f"{path}: holds no records by its name; {GIVE_RECORDS}")
+    if kind == ".parquet":
+        return _rows(path, part)
+    return _cells(path, damage) if kind in SEPARATORS else _objects(path, damage, part)
+
+
+def _objects(path: Path, damage: Damage, part: FilePart) -> Iterator[Record | BadRow]:
     """The JSON objects of a jsonl file or of a part of it, or of a json file: a list of them, or one in each line.
 
     Raises DataError for a list that cannot be read.
@@ -337,6 +350,33 @@ def read_records(path: Path, damage: Damage, part: FilePart = WHOLE) -> Iterator
                 yield Record(number, value, file.progress())
             else:
                 yield BadRow(number, f"expected a JSON object, got {_kind(value)}")
+
+
+def _cells(path: Path, damage: Damage) -> Iterator[Record | BadRow]:
+    """The rows below the header of a csv or tsv file, each with the number of its first line. Cells are texts."""
+    csv.field_size_limit(sys.maxsize)  # of this process; 131,072 characters otherwise
+    with opened(path) as file:
+
+        def text(line: bytes) -> str:
+            if problem := not_utf8(line):
+                raise DataError(f"{path}: {problem}")
+            return _decode(line, path, damage)
+
+        reader = csv.reader(map(text, file.handle), delimiter=SEPARATORS[kind_of(path)], strict=True)
+        line = 1
+        try:
+            names = next(reader, [])
+            if len(set(names)) < len(names):
+                raise DataError(f"{path}: two columns have one name ({', '.join(names)}); rename one")
+            line = reader.line_num + 1
+            for cells in reader:
+                if len(cells) == len(names):
+                    yield Record(line, dict(zip(names, cells, strict=True)), file.progress())
+                elif cells:  # no blank line
+                    yield BadRow(line, f"has {len(cells)} cells, and the header {len(names)} ({', '.join(names)})")
+                line = reader.line_num + 1
+        except csv.Error as error:  # where rows end is not known then
+            raise DataError(f"{path}:{line}: its quotes are not closed or not doubled ({error}); mend it") from error
 
 
 def _is_blank(line: bytes) -> bool:
@@ -401,7 +441,7 @@ def _row_groups(path: Path, size: int) -> list[FilePart]:
     return parts
 
 
-def read_rows(path: Path, part: FilePart = WHOLE, column: str | None = None) -> Iterator[Record]:
+def _rows(path: Path, part: FilePart, column: str | None = None) -> Iterator[Record]:
     """The rows of a parquet file or of a part of it as records, their numbers from 1; of one column alone where that is
     named. Raises DataError."""
     with _parquet_file(path) as file:

@@ -40,7 +40,7 @@ def open_token_files(option: TokensSettings, tokenizer: Tokenizer, cache: Cache)
     train = _array_files("data.files", option.files, option.token_dtype)
     evaluation = [] if not option.eval_files else _array_files("data.eval_files", option.eval_files, option.token_dtype)
     content = content_hash(cache, [SourceFile(file.path, file.path.suffix) for file in (*train, *evaluation)])
-    rules = [_VERSION, len(train), option.token_dtype, option.document_separator, option.eval_fraction]
+    rules = [_VERSION, len(train), option.token_dtype or "uint16", option.document_separator, option.eval_fraction]
     key = digest([content, rules])
     directory, meta = cache.build_once(
         "indexes", key, lambda path: _write(path, option, train, evaluation, cache.progress)
@@ -63,10 +63,11 @@ def open_token_files(option: TokensSettings, tokenizer: Tokenizer, cache: Cache)
     return Tokenized(splits[0], splits[1] if meta["eval"]["tokens"] else None, key, meta | {"content": content})
 
 
-def _array_files(setting: str, patterns: Sequence[str], token_dtype: str) -> list[ArrayFile]:
+def _array_files(setting: str, patterns: Sequence[str], token_dtype: str | None) -> list[ArrayFile]:
     """Raises DataError for files that are no tokens."""
     found: list[ArrayFile] = []
-    itemsize = np.dtype(token_dtype).itemsize
+    dtype = token_dtype or "uint16"
+    itemsize = np.dtype(dtype).itemsize
     for path in find_files(setting, patterns):
         if path.suffix == ".npy":
             try:
@@ -82,10 +83,26 @@ def _array_files(setting: str, patterns: Sequence[str], token_dtype: str) -> lis
                 raise DataError(
                     f"{path}: {path.stat().st_size} bytes are no multiple of {itemsize}; set data.token_dtype"
                 )
-            found.append(ArrayFile(path, token_dtype, length))
+            found.append(ArrayFile(path, dtype, length))
+            if token_dtype is None and length % 2 == 0:
+                _check_width(found[-1])
         else:
             raise DataError(f"{path}: token files are .bin or .npy; use data=text for text")
     return found
+
+
+def _check_width(file: ArrayFile) -> None:
+    """Raise DataError for what looks like wider ids: every second number is 0, of large ids little, of negative ones
+    0xffff. The file is looked at in 64 places."""
+    places = range(0, max(file.length, 1), max(file.length >> 6, 1024) // 4 * 4)
+    low, high = np.concatenate([file.array[start : start + 1024] for start in places]).reshape(-1, 2).T
+    # fewer may be the ids of a small vocabulary
+    differ = len(np.unique(low)) > 64 if high.any() else len(low) >= 8 and low.any()
+    if differ and ((high < 16) | (high == 0xFFFF)).all():
+        is_long = file.length % 4 == 0 and np.isin([low[1::2], high[1::2]], (0, 0xFFFF)).all()
+        dtype = "int64" if is_long else "int32" if (high == 0xFFFF).any() else "uint32"
+        why = f"every second number of 16 bits is next to nothing, as of {dtype} ids"
+        raise DataError(f"{file.path}: {why}; set data.token_dtype={dtype}, or uint16 if these are the ids")
 
 
 def _open(directory: Path, name: str, files: Sequence[ArrayFile], meta: Meta) -> TokenSplit:
