@@ -126,8 +126,8 @@ class TrainerCallback:
     what the rank holds, under fsdp2 its rows of each parameter and under pipeline its stages: ``float(p.norm())`` is of
     these alone. ``trainer.full_parameters()`` has whole parameters under every strategy, on all ranks.
 
-    ``on_log`` reaches callbacks of one's own before those that show and write the logs: what it adds to ``logs`` arrives
-    there and in ``state.log_history``. What it changes or takes out is for those of one's own that come after it.
+    ``on_log`` reaches callbacks of one's own before those that show and write the logs: what it adds to ``logs``
+    arrives there and in ``state.log_history``. What it changes or takes out is for one's own that come after it.
 
     A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its ``name``. All
     ranks are asked for the state at each save. If it is the same on all, it is stored once and given back to all ranks
