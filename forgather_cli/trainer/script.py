@@ -286,11 +286,11 @@ class Trainer(Loop):
         record = {**logs, "step": self.state.global_step}
         self.state.log_history.append(record)
         self.emit("on_log", whose="own", logs=(told := dict(logs)))
-        # what they add; transformers' PrinterCallback takes total_flos out (5.24), which is meant for what it prints
-        whole = {n: v.full_tensor() if hasattr(v, "full_tensor") else v for n, v in told.items() if n not in logs}
-        added = {n: v.tolist() if hasattr(v, "tolist") else v for n, v in whole.items()}
-        logs.update(added)
-        record.update(added)
+        # what they add, and no more: transformers' PrinterCallback (5.24) takes total_flos out, for what it prints
+        told.update(logs)
+        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in told.items()}
+        logs.update({name: value.tolist() if hasattr(value, "tolist") else value for name, value in whole.items()})
+        record.update(logs | {"step": record["step"]})
         self.emit("on_log", whose="ours", logs=logs)
 
     def get_train_dataloader(self) -> Any:

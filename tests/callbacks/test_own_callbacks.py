@@ -200,6 +200,9 @@ class Adds(TrainerCallback):
         self.only_first = only_first
         self.seen: list[tuple[int, list[str]]] = []
 
+    def on_log_step(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        logs["of_step"] = torch.tensor(state.global_step)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         self.seen.append((state.global_step, [name for name in logs if name.startswith("my_")]))
         if not self.only_first or state.is_world_process_zero:
@@ -253,6 +256,7 @@ def test_what_is_added_to_the_logs_arrives_everywhere(tmp_path: Path, capsys: py
         assert all(type(record[name]) is float for name in MINE)
     assert all(record["loss"] > 1 and record["total_flos"] > 0 for record in trained)  # whatever is changed after
     told = tiny.tensorboard(tmp_path / "tensorboard")
+    assert [(each.step, each.value) for each in told.Scalars("train/of_step")] == [(1, 1), (2, 2), (4, 4)]
     for name in MINE:
         assert {(each.step, each.value) for each in told.Scalars(f"train/{name}")} == {(1, 1.5), (2, 2.5), (4, 4.5)}
     assert {(step, values["train/my_tensor"], values["train/my_numpy"]) for step, values in Keeps.told} == {
