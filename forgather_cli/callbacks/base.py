@@ -115,7 +115,7 @@ class TrainerCallback:
 
     ``kwargs`` hold model, processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader and trainer
     (the dataloaders are None where there is none yet); besides: metrics (on_evaluate, on_predict), logs (on_log,
-    on_log_step; the latter may add to it), checkpoint (on_save: path of the published checkpoint, whose step
+    on_log_step; both may add to it), checkpoint (on_save: path of the published checkpoint, whose step
     ``state.global_step`` is there; an asynchronous save is told of some steps later), loss, grad_norm, tokens
     (on_train_metrics: device tensors and an int), reason (on_divergence: the gradient norm is not finite, and the
     run fails unless a callback asks for a rollback), rollback (on_rollback: the run is back at

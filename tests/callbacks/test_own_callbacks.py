@@ -23,6 +23,7 @@ from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.errors import TrainingError
 from forgather_cli.run_dir import RunDir
+from forgather_cli.trainer import Trainer
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 PIPELINE = ("trainer=pipeline", "n_microbatches=4")
@@ -183,6 +184,27 @@ class Talks(Notes):
         return {"steps": int(total)}
 
 
+def sharded(root: str) -> list[tuple[int, str]]:
+    """Why saves have failed of a callback that keeps DTensors."""
+    mean: dict[str, Tensor] = {}
+
+    def keep(state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+        mean.update({name: p.detach().clone() for name, p in model.named_parameters()})
+
+    callback = tiny.acts(on_optimizer_step=keep)
+    type(callback).state_dict = lambda self: mean
+    config = tiny.config(Path(root), "trainer=fsdp2", "max_steps=1", "save_steps=1")
+    trainer = Trainer(model_init=tiny.decoder, args=config, train_dataset=tiny.RandomTokens(), callbacks=[callback])
+    trainer.train()
+    return trainer.checkpoints.failures
+
+
+def test_a_state_of_sharded_tensors_is_refused_by_name(tmp_path: Path) -> None:
+    for failures in run_ranks(2, sharded, str(tmp_path)):
+        assert {step for step, _ in failures} == {1}
+        assert all(word in failures[0][1] for word in ("callbacks.Acts.state", "DTensor", "full_tensor()"))
+
+
 def test_a_state_dict_is_asked_for_on_all_ranks(tmp_path: Path) -> None:
     target = "+callbacks.mine._target_=test_own_callbacks.Talks"
     run_ranks(2, talked, str(tmp_path), target)
@@ -208,6 +230,8 @@ class Adds(TrainerCallback):
         if not self.only_first or state.is_world_process_zero:
             number = 0.5 + state.global_step
             logs |= {"my_float": number, "my_tensor": torch.tensor(number), "my_numpy": np.float32(number)}
+        if "eval_loss" in logs:
+            logs["eval_mine"] = torch.tensor(1.25)
         logs["of_rows"] = kwargs["model"].get_parameter(WEIGHT).norm()  # a DTensor under fsdp2
 
 
@@ -239,6 +263,7 @@ MINE = {"my_float", "my_tensor", "my_numpy"}
 REPORTED = [
     "logging_steps=2", "eval_steps=2", "save_steps=2", "async_save=false", "callbacks.progress.use_tqdm=false",
     "callbacks.progress.step_columns={my_tensor: {}, my_numpy: {}}", "+callbacks.tensorboard={}",
+    "callbacks.progress.final_metrics={my_float: {label: at the end}}",
     "+callbacks.trackers.names=[test_own_callbacks.Keeps]", "+callbacks.trackers.project=mine",
     "+callbacks.adds._target_=test_own_callbacks.Adds", "+callbacks.takes._target_=test_own_callbacks.Takes",
 ]  # fmt: skip
@@ -263,8 +288,9 @@ def test_what_is_added_to_the_logs_arrives_everywhere(tmp_path: Path, capsys: py
         (1, 1.5, 1.5), (2, 2.5, 2.5), (4, 4.5, 4.5)
     }  # fmt: skip
     shown = capsys.readouterr().out
-    assert "my_tensor 2.5" in shown
-    assert "my_numpy 4.5" in shown
+    assert all(text in shown for text in ("my_tensor 2.5", "my_numpy 4.5", "at the end 4.5", " mine 1.25"))
+    assert Reader(RunDir(tmp_path).checkpoint(4)).manifest.metrics["eval_mine"] == 1.25
+    assert told.Scalars("eval/mine")[-1].value == 1.25
     by_name = trainer.callbacks.by_name
     assert all(not names for _, names in by_name["adds"].seen)
     assert all(set(names) == MINE for names in by_name["takes"].seen)
