@@ -18,8 +18,9 @@ from safetensors.torch import load_file
 from selection import some
 from torch import Tensor
 from two_ranks import train_in_pool
+from users_callbacks import EveryEvent
 
-from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.callbacks.base import EVENTS, TrainerCallback
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.errors import TrainingError
 from forgather_cli.run_dir import RunDir
@@ -35,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
     "fsdp2 2": (2, ("trainer=fsdp2",)),
     "fsdp2 3": (3, ("trainer=fsdp2", "global_batch_size=6")),  # rows that three ranks cannot share equally
     "hsdp 2x2": (4, ("trainer=fsdp2", "replicate=2")),
+    "1F1B 2x2": (4, ("trainer=pipeline", "n_microbatches=2", "shard=2")),
 }
 
 
@@ -60,6 +62,38 @@ def test_parameters_are_whole_on_every_rank_of_every_layout(layout: str, tmp_pat
         for name, tensor in found:
             assert (tensor.dtype, tensor.shape) == (torch.bfloat16, saved[name].shape)
             assert torch.equal(tensor, saved[name]), name
+
+
+class Looks(EveryEvent):
+    """At whole parameters in each event: they are those of the last optimizer step."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, Tensor] = {}
+        self.seen: set[str] = set()
+
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        if event == "on_init_end":
+            return
+        now = dict(kwargs["trainer"].full_parameters())
+        if event != "on_optimizer_step" and self.before:
+            assert all(torch.equal(tensor, self.before[name]) for name, tensor in now.items()), event
+        self.before = now
+        self.seen.add(event)
+
+
+def looked(root: str) -> set[str]:
+    config = tiny.config(
+        Path(root), "trainer=fsdp2", "max_steps=2", "eval_steps=1", "save_steps=1", "per_device_train_batch_size=2",
+        "+callbacks.looks._target_=test_own_callbacks.Looks",
+    )  # fmt: skip
+    seen: set[str] = tiny.train(config, RunDir(Path(root))).callbacks.by_name["looks"].seen
+    return seen
+
+
+def test_parameters_are_whole_in_every_event(tmp_path: Path) -> None:
+    """Whatever FSDP2 has gathered just then, between micro-batches and in evaluations."""
+    rare = {"on_init_end", "on_predict", "on_exception", "on_divergence", "on_rollback"}
+    assert run_ranks(2, looked, str(tmp_path)) == [set(EVENTS) - rare] * 2
 
 
 DOCUMENTED = re.search(
