@@ -62,7 +62,8 @@ ALLOWED = {
         "data.chat.ends", "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "quantized.convert", "targets",
-        "callbacks.build", "callbacks.textgen", "launch.exit_status", "launch.run_lock", "launch.signals",
+        "callbacks.build", "callbacks.norms", "callbacks.textgen", "launch.exit_status", "launch.run_lock",
+        "launch.signals",
     },
     "sweeps": {
         "callbacks.console", "cli.output", "cli.words", "config", "launch.exit_status", "launch.layout",

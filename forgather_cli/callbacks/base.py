@@ -115,15 +115,24 @@ class TrainerCallback:
 
     ``kwargs`` hold model, processing_class, optimizer, lr_scheduler, train_dataloader, eval_dataloader and trainer
     (the dataloaders are None where there is none yet); besides: metrics (on_evaluate, on_predict), logs (on_log,
-    on_log_step; the latter may add to it), checkpoint (on_save: path of the published checkpoint, whose step
+    on_log_step; both may add to it), checkpoint (on_save: path of the published checkpoint, whose step
     ``state.global_step`` is there; an asynchronous save is told of some steps later), loss, grad_norm, tokens
     (on_train_metrics: device tensors and an int), reason (on_divergence: the gradient norm is not finite, and the
     run fails unless a callback asks for a rollback), rollback (on_rollback: the run is back at
     ``state.global_step``, states as they were there; before on_train_begin where that happened in a job that was
     killed right after), exception (on_exception). An event may return the control object.
 
-    A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its ``name``. Ranks
-    other than 0 get every event too: check ``state.is_world_process_zero`` before writing anything.
+    Ranks other than 0 get every event too: check ``state.is_world_process_zero`` before writing anything. ``model`` is
+    what the rank holds, under fsdp2 its rows of each parameter and under pipeline its stages: ``float(p.norm())`` is of
+    these alone. ``trainer.full_parameters()`` has whole parameters under every strategy, on all ranks.
+
+    ``on_log`` reaches callbacks of one's own before those that show and write the logs: what it adds to ``logs``
+    arrives there and in ``state.log_history``. What it changes or takes out is for one's own that come after it.
+
+    A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its ``name``. All
+    ranks are asked for the state at each save. If it is the same on all, it is stored once and given back to all ranks
+    of any layout; if not, each rank's is stored and given back to that rank, and in another layout (other ranks, other
+    settings of ``trainer``) it starts fresh, with a warning. Of Forgather's own callbacks rank 0's is stored.
     """
 
     _given_name: str | None = None
@@ -322,13 +331,18 @@ class CallbackList:
                 return self.by_name.pop(name)
         return None
 
-    def emit(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Call every handler in order. Raises CallbackError, naming callback and event, from what a handler raised.
+    def emit(
+        self, event: str, args: Any, state: TrainerState, control: TrainerControl, whose: str = "", **kwargs: Any
+    ) -> None:
+        """Call every handler in order; ``whose``: those of the user's callbacks alone (own), or of Forgather's (ours).
+        Raises CallbackError, naming callback and event, from what a handler raised.
 
         A full disk is an error in the log: what a callback writes is worth less than the run.
         The callback that first asks to stop is named in the log.
         """
         for name, method in self.handlers[event]:
+            if whose and (whose == "ours") != isinstance(self.by_name.get(name), BuiltIn):
+                continue
             stopping = control.should_training_stop or control.should_abort_without_save
             try:
                 answer = method(args, state, control, **kwargs)

@@ -5,7 +5,7 @@ Legend: N parameters of the run, on whichever rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forgather_cli.distributed import all_sum, gather
 from forgather_cli.models.parts import named_tensors
-from forgather_cli.shards import locals_of, needs_exchange
+from forgather_cli.shards import box_of, local, locals_of, needs_exchange
 
 
 class FullParameters:
@@ -33,16 +33,14 @@ class FullParameters:
         held = {n: t for n, t in named_tensors(strategy.parts).items() if isinstance(t, nn.Parameter)}
         own = {n: p for n, p in held.items() if p.requires_grad or not trained_only}
         counted = {n: p for n, p in own.items() if p not in strategy.duplicates}
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        mine = {n: (tuple(p.shape), torch.empty(0, dtype=p.dtype), needs_exchange(p)) for n, p in counted.items()}
+        full = {name: facts for of_rank in gather(mine, trainer.run.cpu_group) for name, facts in of_rank.items()}
+        self.shapes = {name: shape for name, (shape, _, _) in full.items()}
         """Of the full parameters, by name; equal on all ranks, also in their order."""
-        self.cut_by_columns: set[str] = set()
+        self.cut_by_columns = {name for name, (_, _, is_cut) in full.items() if is_cut}
         """Names of those of which no rank holds whole rows."""
-        for shapes, cut in gather(_described(counted), trainer.run.cpu_group):
-            self.shapes |= shapes
-            self.cut_by_columns |= cut
-        self.held: list[tuple[int, nn.Parameter]] = [
-            (place, counted[name]) for place, name in enumerate(self.shapes) if name in counted
-        ]
+        self._dtypes = {name: empty.dtype for name, (_, empty, _) in full.items()}
+        self.held = [(place, counted[name]) for place, name in enumerate(self.shapes) if name in counted]
         """What this rank counts: places in ``shapes`` and parameters, of which it may hold some rows only."""
         self._by_device: list[tuple[Tensor, list[nn.Parameter], Tensor]] = []
         """Places, parameters, and what stands for a missing gradient, by where they are: with cpu_offload of fsdp2 rows
@@ -51,6 +49,17 @@ class FullParameters:
             found = [(place, p) for place, p in self.held if p.device == device]
             places = torch.tensor([place for place, _ in found], device=self.device)
             self._by_device.append((places, [p for _, p in found], torch.zeros((), device=device)))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective, each step of it. Every parameter by name, whole, as a copy on the device."""
+        held = dict(self.held)
+        for place, (name, shape) in enumerate(self.shapes.items()):
+            whole = torch.zeros(shape, dtype=self._dtypes[name], device=self.device)
+            if place in held:
+                whole[box_of(held[place]).slices] = local(held[place]).detach()
+            # of a byte that one rank has, and the others as 0, the sum is that byte: exact, and for every dtype
+            all_sum(whole.view(-1).view(torch.uint8), self._group if self._copies == 1 else None)
+            yield name, whole
 
     def weights(self) -> Tensor:
         """Collective. Squared L2 norms of the parameters, (N,) float64 on the device."""
@@ -76,11 +85,6 @@ class FullParameters:
         """Collective. What is quadratic in a parameter, in place, from this rank's share of it."""
         all_sum(shares, self._group)
         return shares if self._copies == 1 else shares.div_(self._copies)
-
-
-def _described(counted: dict[str, nn.Parameter]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
-    """Full shapes, and the names of those that are cut by columns."""
-    return {n: tuple(p.shape) for n, p in counted.items()}, {n for n, p in counted.items() if needs_exchange(p)}
 
 
 class HostCopy:

@@ -24,6 +24,8 @@ class Sharing(Enum):
     """Rank 0 alone has it and stores it."""
     REPLICATED = "replicated"
     """Equal on all ranks; rank 0 stores it."""
+    AUTO = "auto"
+    """REPLICATED in a save that finds the same on all ranks, else PER_RANK: manifests have one of the two."""
     PER_RANK = "per_rank"
     """Each rank stores its own."""
     PER_GROUP = "per_group"

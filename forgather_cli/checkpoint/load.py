@@ -377,10 +377,10 @@ def restore_components(
 ) -> list[str]:
     """Load what the checkpoint has of ``components``; with ``only``, of those with these keys.
 
-    ``world_size``: of this job, None for that of the checkpoint's. Returns the keys that start fresh: because the
-    checkpoint lacks them, each with a warning, or because ranks' or groups' own states belong to another layout, which
-    is one line at the level ``foreign``. Raises CheckpointError if a required one starts fresh, and names the
-    component whose state does not fit.
+    ``world_size``: of this job, None for that of the checkpoint's, 0 if ranks hold other parts of the model. Returns
+    the keys that start fresh: because the checkpoint lacks them, each with a warning, or because ranks' or groups' own
+    states belong to another layout, which is one line at the level ``foreign``. Raises CheckpointError if a required
+    one starts fresh, and names the component whose state does not fit.
     """
     fresh: list[str] = []
     elsewhere: list[str] = []
@@ -408,7 +408,7 @@ def restore_components(
     if elsewhere:
         log.log(
             foreign,
-            "%s: each rank has its own %s, which starts fresh, since the ranks are others (then %d, now %d)",
-            reader.path, " and ".join(elsewhere), saved, size,
+            "%s: each rank has its own %s, which starts fresh, since the ranks are others (then %d, now %s)",
+            reader.path, " and ".join(elsewhere), saved, size or "with other settings of trainer",
         )  # fmt: skip
     return fresh + elsewhere

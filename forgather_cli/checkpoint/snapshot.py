@@ -5,8 +5,9 @@ This is the only part of an asynchronous save that training waits for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Snapshot:
     """By plan: the rows that the rank writes, in host memory, contiguous, by tensor name."""
     states: dict[str, Encoded]
     """By file stem."""
+    components: list[Component]
+    """As they are shared in this save: none is AUTO."""
     holders: Holders
     unchecked: list[str]
     """Names of tensors that may hold anything."""
@@ -68,6 +71,8 @@ class _Holding:
     sums: list[Sums] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
     """Of REPLICATED components, by key."""
+    auto: dict[str, str] = field(default_factory=dict)
+    """Digests of AUTO components, by key."""
     groups: dict[str, str] = field(default_factory=dict)
     """The rank's group in each PER_GROUP and PER_NODE component, by key."""
     not_finite: list[str] = field(default_factory=list)
@@ -110,10 +115,13 @@ class Snapshots:
             pieces, sums = [other.pieces[n] for other in holdings], [other.sums[n] for other in holdings]
             found += self._checks[stem].differences(self._rank, pieces, sums)
         refuse([*found, *component_differences([other.digests for other in holdings])], step)
+        kinds_of = Counter(key for key, _ in {digest for other in holdings for digest in other.auto.items()})
+        auto = {key: Sharing.PER_RANK if count > 1 else Sharing.REPLICATED for key, count in kinds_of.items()}
+        shared = [replace(c, sharing=auto.get(c.key, c.sharing)) for c in components]
         holders = holders_of([other.groups for other in holdings])
-        states = state_files(encoded, components, self._rank, holders)
+        states = state_files(encoded, shared, self._rank, holders)
         unchecked = sorted({name for other in holdings for name in other.unchecked})
-        snapshot = Snapshot([], [], states, holders, unchecked)
+        snapshot = Snapshot([], [], states, shared, holders, unchecked)
         held = {stem: [other.pieces[n] for other in holdings] for n, stem in enumerate(kinds)}
         snapshot.plans = [plan(held[stem], stem, self._max_shard_bytes) for stem in kinds if any(held[stem])]
         self._copy(snapshot, kinds, copy_host_tensors)
@@ -145,8 +153,10 @@ class Snapshots:
             return {}, _Holding(failure=f"{type(error).__name__}: {error}")
         compared = [c.key for c in components if c.sharing is Sharing.REPLICATED and self._level != "none"]
         digests = {key: digest_of(encoded[key], self._level) for key in compared}
+        level: Check = "quick" if self._group is None else "full"  # alone nothing is compared
+        auto = {c.key: digest_of(encoded[c.key], level) for c in components if c.sharing is Sharing.AUTO}
         groups = {c.key: c.group for c in components if c.sharing.is_grouped}
-        return encoded, _Holding(pieces, sums, digests, groups, void, free)
+        return encoded, _Holding(pieces, sums, digests, auto, groups, void, free)
 
     def _copy(self, snapshot: Snapshot, kinds: Kinds, copy_host_tensors: bool) -> None:
         """Collective. Copy the rows that this rank writes. A failure is reported by ``Snapshot.wait``, in the writer:

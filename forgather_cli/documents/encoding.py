@@ -30,7 +30,7 @@ _MAX_JSON_INT = 2**63
 """Larger ones are stored in hex: other JSON readers round them, and Python limits decimal digits (4300)."""
 _MAPPINGS: dict[type, str] = {dict: "dict", OrderedDict: "OrderedDict", Counter: "Counter"}
 _KINDS: dict[str, Any] = {name: kind for kind, name in _MAPPINGS.items()}
-_STORABLE = "dict, list, tuple, str, int, float, bool, None, bytes, tensors or numpy arrays"
+_STORABLE = "dict, list, tuple, str, int, float, bool, None, bytes, tensors (DTensor.full_tensor()) or numpy arrays"
 
 
 Others = Callable[[Any], "tuple[str, list[Any]] | None"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.checkpoint.average import average_run
-from forgather_cli.checkpoint.compare import changed_files, compare_configs, record_files
+from forgather_cli.checkpoint.compare import changed_files, compare_configs, differences, record_files
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
 from forgather_cli.checkpoint.format import plan
 from forgather_cli.checkpoint.load import (
@@ -169,7 +169,13 @@ class Checkpoints:
             Component("trainer", RunState(run), Sharing.GLOBAL),  # which counts what these do
             Component("callbacks", CallbackStates(self._callbacks), Sharing.GLOBAL),
             Component("rng", RandomState(), Sharing.PER_RANK),
+            *self._of_callbacks(),
         ]
+
+    def _of_callbacks(self) -> list[Component]:
+        """States of the user's own callbacks, subclasses of Forgather's among them."""
+        own = [(name, c) for name, c in self._callbacks.items() if "config_name" not in vars(type(c))]
+        return [Component(f"callbacks.{name}", c, Sharing.AUTO) for name, c in own if hasattr(c, "state_dict")]
 
     def _of_strategy(self) -> list[Component]:
         """State beside weights and moments, of strategy and outer loop."""
@@ -257,6 +263,12 @@ class Checkpoints:
         restore_components(reader, self._restorable(), rank=rank, world_size=size, only=wanted)
         if "trainer" in wanted and "trainer" in reader.components():
             check_counters(reader)
+        if "callbacks" in wanted:
+            keys = reader.components()
+            own = [c for c in self._of_callbacks() if c.key in keys and hasattr(c.object, "load_state_dict")]
+            # by which ranks may hold other parts of the model
+            others = [n for n in differences(reader.identity(), identity_of(run)) if n.startswith("config.trainer.")]
+            restore_components(reader, own, rank=rank, world_size=0 if others else size, foreign=logging.WARNING)
         if "components" in wanted:
             restore_components(reader, self.own, rank=rank, world_size=size, foreign=logging.WARNING)
         if "optimizer" in wanted:

@@ -26,7 +26,8 @@ class StateComponent:
     object: Any
     sharing: Sharing | str = Sharing.GLOBAL
     """How states differ between ranks: global (that of rank 0), replicated (equal on all, which each save checks),
-    per_rank, per_group, per_node; all ranks restore what is global or replicated."""
+    per_rank, auto (replicated or per_rank, as each save finds), per_group, per_node; all ranks restore what is global
+    or replicated."""
     required: bool = False
     """A checkpoint without it is not resumed from; else it starts fresh, which is a warning."""
     process_group: str | None = None
@@ -73,7 +74,7 @@ def _named(each: StateComponent) -> str:
 def _problems(each: StateComponent, groups: Mapping[str, Any], reserved: Collection[str]) -> Iterable[str]:
     if not isinstance(each.key, str) or not re.fullmatch(r"[A-Za-z_][\w.-]*", each.key):
         yield f"{_named(each)}: a key is letters, digits, dots, dashes and underscores; choose another one"
-    elif each.key in reserved:
+    elif each.key in reserved or each.key.startswith("callbacks."):
         yield f"{_named(each)}: Forgather's own component has this key; choose another one"
     lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(each.object, name, None))]
     if lacking:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import BuiltIn, NoWriter, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.checkpoint.components import Component, Sharing
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
@@ -155,6 +156,17 @@ class Trainer(Loop):
         """Remove a callback: this object, or the first of this class."""
         self.callbacks.pop(callback)
 
+    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective. Each parameter of the model by name and whole, whatever a rank holds of it: on every rank, under
+        every strategy, one at a time.
+
+        Names and shapes are those of the whole model, tied ones once, in the same order on all ranks; dtypes those of
+        training. A tensor is a copy on the Trainer's device, without gradient, for the caller to keep. All ranks go
+        through all of them: they send each other everything, and each has memory for one more. Between averages of
+        post-local SGD each rank has its own.
+        """
+        return FullParameters(self).tensors()
+
     def add_state_component(
         self,
         key: str,
@@ -265,13 +277,21 @@ class Trainer(Loop):
         return self.lr_scheduler
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add numbers to ``state.log_history`` and tell callbacks, which show and write them (on_log).
+        """Add numbers to ``state.log_history`` and tell callbacks (on_log): the user's own, which may add to them, then
+        those of Forgather, which show and write them.
 
         ``start_time`` is Hugging Face's: speeds are in the logs already.
         """
         logs.setdefault("epoch", self.state.epoch)
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.emit("on_log", logs=logs)
+        record = {**logs, "step": self.state.global_step}
+        self.state.log_history.append(record)
+        self.emit("on_log", whose="own", logs=(told := dict(logs)))
+        # what they add, and no more: transformers' PrinterCallback (5.24) takes total_flos out, for what it prints
+        told.update(logs)
+        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in told.items()}
+        logs.update({name: value.tolist() if hasattr(value, "tolist") else value for name, value in whole.items()})
+        record.update(logs | {"step": record["step"]})
+        self.emit("on_log", whose="ours", logs=logs)
 
     def get_train_dataloader(self) -> Any:
         """Collective. One epoch of this rank's training batches, from its beginning, in the order of training.

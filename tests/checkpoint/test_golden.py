@@ -202,7 +202,7 @@ def share_of_update(run: RunDir, name: str) -> float:
 
 def assert_notes(run: RunDir) -> None:
     """The user's callback has gone on from its state, whose types have come back."""
-    notes = Reader(run.checkpoint(MAX_STEPS)).state("callbacks")["notes"]
+    notes = Reader(run.checkpoint(MAX_STEPS)).state("callbacks.notes")
     assert notes["steps"] == list(range(1, MAX_STEPS + 1))
     assert notes["total"] == sum(notes["steps"])
     assert notes["total"].dtype == torch.float64

@@ -189,8 +189,8 @@ def test_a_mesh_trains_as_one_device_saves_and_resumes_on_another_mesh_and_on_on
             agree(ranks, alone)
 
 
-def norms_of_a_mesh() -> tuple[dict[str, float], dict[str, float], str]:
-    """And what Muon says."""
+def norms_of_a_mesh() -> tuple[dict[str, float], dict[str, float], str, dict[str, Tensor]]:
+    """And what Muon says, and the whole parameters."""
     strategy = TensorParallelFSDP2(2, 2)
     with torch.device("meta"):
         model = Decoder(tiny.decoder_settings(**HEADS))
@@ -202,14 +202,17 @@ def norms_of_a_mesh() -> tuple[dict[str, float], dict[str, float], str]:
     spectral = SpectralNorms(parameters)
     weights: Tensor = parameters.weights().sqrt()
     found = dict(zip(parameters.shapes, weights.tolist(), strict=True))
-    return found, dict(zip(spectral.names, spectral.measure(20).tolist(), strict=True)), str(refusal.value)
+    of_matrices = dict(zip(spectral.names, spectral.measure(20).tolist(), strict=True))
+    return found, of_matrices, str(refusal.value), dict(parameters.tensors())
 
 
 def test_initial_weights_and_norms_are_those_of_one_device_and_muon_refuses_a_second_sharded_dimension() -> None:
     full = {name: p.detach() for name, p in tiny.decoder(**HEADS).named_parameters()}
     ranks = run_ranks(4, norms_of_a_mesh)
-    assert len({refusal for *_, refusal in ranks}) == 1
-    for norms, spectral, refusal in ranks:
+    assert len({refusal for _, _, refusal, _ in ranks}) == 1
+    for norms, spectral, refusal, whole in ranks:
+        assert whole.keys() == full.keys()
+        assert all(torch.equal(whole[name], p) for name, p in full.items())
         assert norms == pytest.approx({name: float(p.norm()) for name, p in full.items()}, rel=1e-6)
         matrices = {name: float(torch.linalg.matrix_norm(p, 2)) for name, p in full.items() if p.ndim == 2}
         assert spectral == pytest.approx(matrices, rel=5e-3)
