@@ -34,6 +34,8 @@ def show(
     if as_json:
         print_json(loaded.tree)
     else:
+        for note in loaded.notes:
+            typer.echo(f"# {note}")
         print_config(loaded)
 
 

@@ -148,28 +148,26 @@ def _settle(recipe: Recipe, path: SearchPath) -> None:
         return (f"{group}={','.join(names)}", kind, says) if names else (f"~{group}", "", {})
 
     now: dict[str, tuple[str, str | None, dict[str, Any]]] = {}
-    chosen = [
-        (group, names) for layer in recipe.layers for group, names in layer.chosen.items() if group in BARE_GROUPS
-    ]
-    known = {each for layer in recipe.layers if layer.file for each in layer.given}
-    known = known.union(*(option(group, *map(str, names))[2] for group, names in dict(chosen).items()))
+    chosen = {group: map(str, names) for layer in recipe.layers for group, names in layer.chosen.items()}
+    last = [option(group, *chosen.get(group, ()))[2] for group in BARE_GROUPS]
+    known = {each for layer in recipe.layers if layer.file for each in layer.given}.union(*last)
     for number, layer in enumerate(recipe.layers):
         for group in BARE_GROUPS:
-            in_place = f"{group}._target_" in layer.given
+            in_place = f"{group}._target_" in (*layer.given, *layer.bare)
             if group not in layer.chosen and not in_place:
                 continue
             before, was, _ = now.get(group, ("", None, {}))
-            named_here = option(group, *map(str, layer.chosen.get(group, [])))
-            label, kind, says = now[group] = (f"{group}._target_", "_target_", {}) if in_place else named_here
+            now[group] = option(group, *map(str, layer.chosen.get(group, [])))
+            label, kind, says = now[group] = (f"{group}._target_", "_target_", {}) if in_place else now[group]
             if kind is None or label == before or (in_place and was == "_target_"):
                 continue
             own, gone = {".".join(each.split(".")[:2]) for each in says}, {}
             for at in recipe.layers[:number]:
                 for each in [each for each in at.given if each.startswith(f"{group}.")]:
                     top = ".".join(each.split(".")[:2])
-                    types = setting.types if (setting := lookup(top)) else ()
-                    has = top in own if kind == "_target_" else kind in types
-                    if not has and (was == "_target_" or was in types):
+                    kinds = setting.types if (setting := lookup(top)) else ()
+                    has = top in own if kind == "_target_" else kind in kinds
+                    if not has and (was == "_target_" or was in kinds):
                         gone[top] = named(at.file)
                         del at.given[each]
                         at.node[group].pop(top.split(".")[1], None)
@@ -178,9 +176,9 @@ def _settle(recipe: Recipe, path: SearchPath) -> None:
                 by = f", which {named(layer.file)} chooses" if layer.file else ""
                 recipe.notes.append(f"{', '.join(gone)}: set in {where} for {before}; left out under {label}{by}")
                 recipe.left_out += gone
-        types_now = {group: str(kind) for group, (_, kind, _) in now.items()}
+        types = {group: str(kind) for group, (_, kind, _) in now.items()}
         for key, value in layer.bare.items():
-            target, problem = full_path(key, known.union(*(says for *_, says in now.values())), types_now)
+            target, problem = full_path(key, known.union(*(says for *_, says in now.values())), types)
             inside = (p for p in layer.given if f"{p}.".startswith(f"{target}.") or target.startswith(f"{p}."))
             if problem is None and (twice := next(inside, None)):
                 problem = f"{key}: set twice, {layer.given[twice].key} being the same setting; keep one"
@@ -191,10 +189,8 @@ def _settle(recipe: Recipe, path: SearchPath) -> None:
             for part in above:
                 tree = tree.setdefault(part, {})
             tree[name] = value
-            layer.given |= {
-                each: Change(each, now_, source=layer.file) for each, now_ in walk(value, target, lists=False)
-            }
-            layer.given[target] = Change(key, value, source=layer.file)
+            below = {each: Change(each, part, source=layer.file) for each, part in walk(value, target, lists=False)}
+            layer.given |= {**below, target: Change(key, value, source=layer.file)}
 
 
 def _entry_problem(entry: Any, file: Path, path: SearchPath) -> str | None:
