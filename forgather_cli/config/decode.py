@@ -167,8 +167,8 @@ def with_comments(text: str, comments: Mapping[str, str]) -> str:
             if isinstance(value, yaml.MappingNode) and value.value:
                 yield from ends(value, f"{above}{key.value}.")
             else:
-                in_block = isinstance(value, yaml.SequenceNode) and not value.flow_style
-                yield f"{above}{key.value}", (key if in_block else value).end_mark.line
+                is_list = isinstance(value, yaml.SequenceNode) and value.value
+                yield f"{above}{key.value}", (key if is_list else value).end_mark.line
 
     lines = text.splitlines(keepends=True)
     for path, line in ends(yaml.compose(text, yaml.SafeLoader), ""):

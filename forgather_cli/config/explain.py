@@ -82,27 +82,25 @@ def _explained(setting: Setting, search: SearchPath, config_dir: Path | None) ->
         paths = {name: search.option(group, name) for name in search.option_names(group)}
         files = {f"{group}={name}": file for name, file in paths.items() if file}
     about = next((text for file in files.values() if (text := comment(file, setting.leaf))), "")
-    values = {option: _at(read_yaml(file, ConfigError), rest or setting.path) for option, file in files.items()}
-    set_in: dict[str, list[Any]] = {}
+    values: dict[str, Any] = {}
+    for option, file in files.items():
+        values |= _at(read_yaml(file, ConfigError), rest or setting.path, option)
+    set_in: dict[str, Any] = {}
     for info in recipes(config_dir):
         with contextlib.suppress(ConfigError):
             if setting.leaf in read_text(info.file, ConfigError):  # to read them all takes 0.1 s
-                node = read_recipe(str(info.file), search, Path.cwd()).layers[-2].node
-                set_in[named(info.file)] = _at(node, setting.path)
-    return Explained(
-        setting.path, about or _meaning(setting.annotation), takes(setting.annotation),
-        {option: found[0] for option, found in values.items() if found},
-        {file: found[0] for file, found in set_in.items() if found},
-    )  # fmt: skip
+                own = read_recipe(str(info.file), search, Path.cwd()).layers[-2]
+                set_in |= _at(own.node, setting.path, named(own.file))
+    return Explained(setting.path, about or _meaning(setting.annotation), takes(setting.annotation), values, set_in)
 
 
-def _at(value: Any, path: str) -> list[Any]:
-    """What a tree has at a path, if anything."""
+def _at(value: Any, path: str, name: str) -> dict[str, Any]:
+    """What a tree has at a path, by ``name``, if anything."""
     for part in path.split("."):
         if not isinstance(value, dict) or part not in value:
-            return []
+            return {}
         value = value[part]
-    return [value]
+    return {name: value}
 
 
 def _meaning(annotation: Any) -> str:

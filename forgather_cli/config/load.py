@@ -88,9 +88,9 @@ def _sources(
     tree: dict[str, Any], builder: ConfigBuilder, base: Path, layers: Sequence[Layer]
 ) -> dict[str, Path | None]:
     """See ``Loaded``. ``base`` is ``train``, or a run's config, beside which options have files that are chosen now."""
-    says: dict[str, tuple[Any, Path | None]] = {}
-    says |= {path: (value, base) for path, value in walk(read_yaml(base, ConfigError), lists=False)}
-    for group in (group for group in builder.options if group in GROUPS and (layers or group in builder.chosen)):
+    begun = {**read_yaml(base, ConfigError), "output_dir": None}  # each run has one of its own
+    says: dict[str, tuple[Any, Path | None]] = {path: (value, base) for path, value in walk(begun, lists=False)}
+    for group in builder.options.keys() & (GROUPS if layers else builder.chosen):
         for name in builder.options[group].strip("[]").split(","):
             says |= option_leaves(builder.search, group, name)
     for layer in layers:
@@ -124,9 +124,8 @@ def _composed(recipe: str, overrides: Sequence[str], search: SearchPath, here: P
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
     given = {path: change for layer in source.layers if layer.file for path, change in layer.given.items()}
-    builder = ConfigBuilder(
-        search, cfg, options, source.name, {*parsed.chosen}, problems, given, source.files, source.notes
-    )
+    files = [layer.file for layer in source.layers[1:] if layer.file]
+    builder = ConfigBuilder(search, cfg, options, source.name, {*parsed.chosen}, problems, given, files, source.notes)
     builder.apply_changes(  # ~KEY of what was left out asks for what has happened already
         change
         for change in parsed.changes

@@ -48,8 +48,8 @@ class Recipe:
     """A recipe with those it starts from.
 
     ``nodes`` are the configs that Hydra composes, by name, ``primary`` the outermost one's name. ``layers`` are
-    ``train``, the recipes, innermost first, and the command line; ``files`` those of the recipes; ``of_weights`` those
-    that choose a model with weights. ``left_out``: the settings that went with an option, of which ``notes`` tell.
+    ``train``, the recipes, innermost first, and the command line; ``of_weights`` the files that choose a model with
+    weights. ``left_out``: the settings that went with an option, of which ``notes`` tell.
     """
 
     name: str
@@ -58,7 +58,6 @@ class Recipe:
     primary: str = ""
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     layers: list[Layer] = field(default_factory=list)
-    files: list[Path] = field(default_factory=list)
     of_weights: set[Path] = field(default_factory=set)
     left_out: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -126,7 +125,6 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
     if "model.init_from" in layer.given:
         recipe.of_weights.add(file)
     recipe.layers.append(layer)
-    recipe.files.append(file)
     node = f"recipe_{len(outer)}_{file.stem}"
     recipe.nodes[node] = layer.node = {"defaults": [*defaults, "_self_"], **kept}  # a recipe outranks option files
     return node
