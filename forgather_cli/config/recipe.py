@@ -108,8 +108,8 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
     layer = Layer(file)
     layer.choose(defaults, path)
     for key, value in body.items():
-        if key == "hydra":
-            recipe.problems.append(f"hydra: Hydra's own settings have no effect here; remove them from {file}")
+        if str(key).split(".")[0] in ("hydra", "defaults"):
+            recipe.problems.append(f"{key}: Hydra's own settings have no effect here; remove them from {file}")
         elif key in GROUPS and not isinstance(value, dict):
             what = f"options are chosen in the defaults list, got {value!r} in {file}"
             recipe.problems.append(f"{key}: {what}; write '- override {key}: {value}' there")

@@ -76,6 +76,18 @@ def test_an_option_of_another_folder_counts_where_it_is_chosen() -> None:
     assert (config.data.seq_len, config.max_steps) == (16, 5)
 
 
+def test_what_a_recipe_requires_is_asked_for_until_somebody_says_it() -> None:
+    for body in (each.format("'???'") for each in SPELLINGS):
+        recipe(Path("recipes/asks.yaml"), "default", "_self_", body=body)
+        assert problems("asks") == ["data.seq_len: required by data=python_stdlib; set data.seq_len=..."]
+        assert load_config("asks", ["seq_len=16"]).config.data.seq_len == 16
+        for answer in (each.format(32) for each in SPELLINGS):
+            recipe(Path("recipes/answers.yaml"), "asks", "_self_", body=answer)
+            assert load_config("answers", []).config.data.seq_len == 32
+    [said] = problems("pretrain_1b_accelerate")
+    assert said.startswith("trainer.accelerate_config: required")
+
+
 def test_one_setting_spelled_twice_in_a_file_is_a_mistake_that_names_both(capsys: pytest.CaptureFixture[str]) -> None:
     recipe(Path("recipes/base.yaml"), "train", "_self_", body="seq_len: 64\n")  # another file may
     names = {SPELLINGS[0]: "seq_len", SPELLINGS[1]: "data.seq_len", SPELLINGS[2]: "data.seq_len"}
