@@ -1,7 +1,8 @@
 """A checked ``Config`` from a recipe and overrides, or from the config that a run has saved.
 
-``load_config`` reads top to bottom: read the recipe, parse the overrides, let Hydra compose them (``compose``), then
-apply the overrides that set values, decode and check (``builder``).
+``load_config`` reads top to bottom: parse the overrides, read the recipe and settle which of its files sets what
+(``recipe``), let Hydra compose them (``compose``), then apply the overrides that set values, decode and check
+(``builder``).
 
 A saved config may be somebody else's: what it imports or reads from the environment is taken out, unless it is trusted.
 Allowing a ``_target_`` by its package would not help: any package has functions that import or run their arguments.

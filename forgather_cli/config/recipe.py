@@ -39,8 +39,8 @@ class Layer:
             for name in map(str, self.chosen[group] if group not in GROUPS else ()):
                 leaves = option_leaves(path, group, name)  # of the whole config: # @package _global_
                 self.beside |= {each.removeprefix(f"{group}."): found for each, found in leaves.items()}
-                tree = read_yaml(file, ConfigError) if (file := path.option(group, name)) else {}
-                self.choose(tree.get("defaults") or [], path)
+                tree = read_yaml(file, ConfigError) if (file := path.option(group, name)) else None
+                self.choose(tree.get("defaults") or [] if isinstance(tree, dict) else [], path)
 
 
 @dataclass
