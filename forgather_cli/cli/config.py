@@ -34,14 +34,18 @@ def show(
     if as_json:
         print_json(loaded.tree)
     else:
+        for note in loaded.notes:
+            typer.echo(f"# {note}")
         print_config(loaded)
 
 
 def print_config(loaded: Loaded) -> None:
     """The resolved config as YAML, in colour on a terminal."""
-    from forgather_cli.config.decode import dump_tree
+    from forgather_cli.config.decode import dump_tree, with_comments
+    from forgather_cli.config.options import named
 
-    text = dump_tree(loaded.tree).rstrip("\n")
+    sources = {path: named(file) for path, file in loaded.sources().items()}
+    text = with_comments(dump_tree(loaded.tree), sources).rstrip("\n")
     screen = console()
     if not screen.is_terminal:
         typer.echo(text)
@@ -157,12 +161,14 @@ def explain(
             print_facts({label: text for label, text in facts.items() if text})
             continue
         lines = [f"{each.path}: {each.comment}".rstrip(": "), f"  takes {each.takes}"]
+        says = each.values | each.recipes
+        shown = {key: ", ".join(value) if isinstance(value, dict) else typed(value) for key, value in says.items()}
         same: dict[str, list[str]] = {}
-        for option, value in each.values.items():
-            shown = ", ".join(value) if isinstance(value, dict) else typed(value)
-            same.setdefault(shown, []).append(option.partition("=")[2] or option)
+        for option in each.values:
+            same.setdefault(shown[option], []).append(option.partition("=")[2] or f"conf/{option}.yaml")
         group = "" if "train" in each.values else f"{each.path.partition('.')[0]}="
         lines += [f"  {value}  ({group}{'|'.join(names)})" for value, names in same.items()]
+        lines += [f"  {shown[file]}  set in {file}" for file in each.recipes]
         tell("\n".join(lines))
 
 

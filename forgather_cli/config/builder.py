@@ -19,7 +19,7 @@ from forgather_cli.config.compose import plain, references, written
 from forgather_cli.config.decode import decode, option_types, to_tree
 from forgather_cli.config.mistakes import Naming
 from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, shipped
-from forgather_cli.config.overrides import Change, apply, full_path
+from forgather_cli.config.overrides import Change, apply, full_path, typed_paths
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import services, shipped_groups, typed
@@ -65,51 +65,36 @@ class ConfigBuilder:
         """Apply value changes in order; those that cannot be made become problems."""
         changes = list(changes)
         for group in BARE_GROUPS:
-            changes = self._drop_replaced_option(group, changes)
+            self._drop_replaced_option(group, changes)
         tree = self._raw()
         selected, known = option_types(tree), frozenset(leaves(tree))
         for change in changes:
             path, problem = full_path(change.key, known, selected)
-            if problem is None and change.source and path in self.given and self.given[path].source == change.source:
-                problem = f"{change.key}: set twice, {path} being the same setting; keep one"
             if problem := problem or apply(change, path, self.cfg):
-                self.problems.append(f"{problem} (in {change.source})" if change.source else problem)
+                self.problems.append(problem)
                 continue
             for each in dict.fromkeys([path, *leaves(change.value, path)]):
                 self.given.pop(each, None)
                 if change.action != "delete":
-                    self.given[each] = (
-                        change if each == path else Change(each, None, source=change.source, text=change.text)
-                    )
+                    self.given[each] = change if each == path else Change(each, None, text=change.text)
 
-    def _drop_replaced_option(self, group: str, changes: list[Change]) -> list[Change]:
-        """Remove the settings of an option that a ``group._target_`` replaces; returns the changes still to apply."""
+    def _drop_replaced_option(self, group: str, changes: list[Change]) -> None:
+        """Remove the settings of an option that a ``group._target_`` replaces."""
         from omegaconf import OmegaConf
 
         key = f"{group}._target_"
-        typed = any(
-            change.action != "delete"
-            and (change.key == key or (change.key == group and "_target_" in _mapping(change.value)))
-            for change in changes
-        )
+        typed = key in typed_paths(changes)
         if not (typed or key in self.given):
-            return changes
-        tree = self._raw()  # OmegaConf takes 10 ms for it
-        option = tree.get(group)
+            return
+        option = self._raw().get(group)  # OmegaConf takes 10 ms for it
         if not isinstance(option, dict) or "type" not in option:
-            return changes
+            return
         if typed and group in self.chosen:
             self.problems.append(f"{key}: takes the place of {group}={self.options[group]}; leave one of them out")
-        own = set() if typed else {path.split(".")[1] for path in self.given if path.startswith(f"{group}.")}
+        own = {path.split(".")[1] for path in self.given if path.startswith(f"{group}.")}
         kept = {name: value for name, value in option.items() if name in own}
         OmegaConf.update(self.cfg, group, kept, merge=False, force_add=True)
         self.options.pop(group, None)
-        known, where = list(leaves(tree)), self.given[key].source if key in self.given else None
-        return [  # without a recipe's bare keys that meant the option
-            change
-            for change in changes
-            if change.source in (None, where) or not full_path(change.key, known, {})[0].startswith(f"{group}.")
-        ]
 
     @property
     def weights(self) -> str | None:

@@ -74,6 +74,9 @@ def _compose(
     finally:
         for name in nodes:
             store.repo.pop(f"{name}.yaml", None)
+    says = {key: value for node in nodes.values() for key, value in walk(node, lists=False)}  # innermost first
+    for key in (key for key, value in says.items() if value == "???"):  # a merge takes it for nothing
+        OmegaConf.update(cfg, key, "???", force_add=True)
     choices: Any = OmegaConf.to_container(cfg.hydra.runtime.choices)
     with open_dict(cfg):
         del cfg["hydra"]

@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -155,6 +155,25 @@ def dump_tree(tree: dict[str, Any]) -> str:
     Dumper.add_implicit_resolver("float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789"))
     text: str = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
+
+
+def with_comments(text: str, comments: Mapping[str, str]) -> str:
+    """A text of ``dump_tree``, at whose lines the comments on settings stand, by dotted path."""
+    import yaml
+
+    def ends(node: Any, above: str) -> Iterator[tuple[str, int]]:
+        """The path of each setting, and the last line of its value, of a list the one above it."""
+        for key, value in node.value:
+            if isinstance(value, yaml.MappingNode) and value.value:
+                yield from ends(value, f"{above}{key.value}.")
+            else:
+                is_list = isinstance(value, yaml.SequenceNode) and value.value
+                yield f"{above}{key.value}", (key if is_list else value).end_mark.line
+
+    lines = text.splitlines(keepends=True)
+    for path, line in ends(yaml.compose(text, yaml.SafeLoader), ""):
+        lines[line] = f"{lines[line].rstrip():<42}  # {comments[path]}\n" if path in comments else lines[line]
+    return "".join(lines)
 
 
 def dump_saved(tree: dict[str, Any]) -> str:

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from forgather_cli.config.mistakes import nearest
-from forgather_cli.config.options import Info, SearchPath, comment, groups, recipes, search_path
+from forgather_cli.config.options import Info, SearchPath, comment, groups, named, recipes, search_path
 from forgather_cli.config.paths import Setting, ending_with, settings
 from forgather_cli.config.recipe import read_recipe
 from forgather_cli.config.schema import Meaning, Target
-from forgather_cli.documents.regular_files import read_yaml
+from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError
 
 _KINDS = {int: "a whole number", float: "a number", str: "text", list: "a list", tuple: "a list", dict: "a mapping"}
@@ -31,6 +31,8 @@ class Explained:
     takes: str
     values: dict[str, Any]
     """By option (``data=text``), what its file says; of a run-level setting the value of ``train``."""
+    recipes: dict[str, Any]
+    """By recipe file, what it says."""
 
 
 @dataclass(frozen=True)
@@ -58,43 +60,47 @@ def explain(key: str, config_dir: Path | None = None) -> list[Explained | Explai
         paths = bare
     if not paths:
         raise ConfigError(f"{key}: unknown setting;{nearest(key) or ' forgather config show lists all'}")
-    return [_explained(known[path], search) for path in paths]
+    return [_explained(known[path], search, config_dir) for path in paths]
 
 
 def _explained_group(group: str, search: SearchPath, config_dir: Path | None) -> ExplainedGroup:
     chosen: dict[str, str] = {}
     for info in recipes(config_dir):
-        defaults = list(read_yaml(search.conf[0] / "train.yaml", ConfigError)["defaults"])
         with contextlib.suppress(ConfigError):  # of a broken recipe other commands tell
-            for node in read_recipe(info.name, search, Path.cwd()).nodes.values():
-                defaults += node["defaults"]
-        for entry in defaults:
-            for where, option in entry.items() if isinstance(entry, dict) else ():
-                if where.split()[-1] == group:
-                    chosen[info.name] = str(option)
+            for layer in read_recipe(info.name, search, Path.cwd()).layers:
+                chosen |= {info.name: ", ".join(map(str, layer.chosen[group]))} if group in layer.chosen else {}
     below = [path.split(".") for path in settings() if path.startswith(f"{group}.")]
     names = [".".join(parts[:2]) if group == "callbacks" else parts[1] for parts in below]
     return ExplainedGroup(group, groups(config_dir)[group], chosen, list(dict.fromkeys(names)))
 
 
-def _explained(setting: Setting, search: SearchPath) -> Explained:
+def _explained(setting: Setting, search: SearchPath, config_dir: Path | None) -> Explained:
     group, dot, rest = setting.path.partition(".")
     if not dot:
         files = {"train": search.conf[0] / "train.yaml"}
     else:
-        named = {name: search.option(group, name) for name in search.option_names(group)}
-        files = {f"{group}={name}": file for name, file in named.items() if file}
-    about, found = "", {}
+        paths = {name: search.option(group, name) for name in search.option_names(group)}
+        files = {f"{group}={name}": file for name, file in paths.items() if file}
+    about = next((text for file in files.values() if (text := comment(file, setting.leaf))), "")
+    values: dict[str, Any] = {}
     for option, file in files.items():
-        about = about or comment(file, setting.leaf)
-        value: Any = read_yaml(file, ConfigError)
-        for part in (rest or setting.path).split("."):
-            if not isinstance(value, dict) or part not in value:
-                break
-            value = value[part]
-        else:
-            found[option] = value
-    return Explained(setting.path, about or _meaning(setting.annotation), takes(setting.annotation), found)
+        values |= _at(read_yaml(file, ConfigError), rest or setting.path, option)
+    set_in: dict[str, Any] = {}
+    for info in recipes(config_dir):
+        with contextlib.suppress(ConfigError):
+            if setting.leaf in read_text(info.file, ConfigError):  # to read them all takes 0.1 s
+                own = read_recipe(str(info.file), search, Path.cwd()).layers[-2]
+                set_in |= _at(own.node, setting.path, named(own.file))
+    return Explained(setting.path, about or _meaning(setting.annotation), takes(setting.annotation), values, set_in)
+
+
+def _at(value: Any, path: str, name: str) -> dict[str, Any]:
+    """What a tree has at a path, by ``name``, if anything."""
+    for part in path.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return {}
+        value = value[part]
+    return {name: value}
 
 
 def _meaning(annotation: Any) -> str:

@@ -1,7 +1,8 @@
 """A checked ``Config`` from a recipe and overrides, or from the config that a run has saved.
 
-``load_config`` reads top to bottom: read the recipe, parse the overrides, let Hydra compose them (``compose``), then
-apply the overrides that set values, decode and check (``builder``).
+``load_config`` reads top to bottom: parse the overrides, read the recipe and settle which of its files sets what
+(``recipe``), let Hydra compose them (``compose``), then apply the overrides that set values, decode and check
+(``builder``).
 
 A saved config may be somebody else's: what it imports or reads from the environment is taken out, unless it is trusted.
 Allowing a ``_target_`` by its package would not help: any package has functions that import or run their arguments.
@@ -9,21 +10,23 @@ Allowing a ``_target_`` by its package would not help: any package has functions
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from forgather_cli.config.accelerate_file import launched_trainer
 from forgather_cli.config.builder import ConfigBuilder
-from forgather_cli.config.compose import compose, is_reference, plain
+from forgather_cli.config.compose import compose, is_reference
 from forgather_cli.config.decode import decode_saved, load_tree, option_types
-from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, search_path
-from forgather_cli.config.overrides import Parsed, full_path, parse, parse_lines
-from forgather_cli.config.paths import leaves, lookup, walk
-from forgather_cli.config.recipe import Recipe, read_recipe
+from forgather_cli.config.options import GROUPS, SearchPath, search_path
+from forgather_cli.config.overrides import Parsed, parse, parse_lines
+from forgather_cli.config.paths import option_leaves, walk
+from forgather_cli.config.recipe import Layer, Recipe, read_recipe
 from forgather_cli.config.schema import Config
-from forgather_cli.documents.regular_files import read_text
+from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in, resume_command, run_of, step_of
 from forgather_cli.terminal.bars import doing
@@ -48,6 +51,8 @@ class Loaded:
     overrides: tuple[str, ...]
     option_files: dict[str, str]
     """By setting: the user's file that names a part of their own (``_target_``)."""
+    sources: Callable[[], dict[str, Path | None]]
+    """By path, the file that says the value, of a run its config; None for the command line."""
 
 
 @doing("composing the config")
@@ -73,34 +78,45 @@ def load_config(
                 f"{take}set learning_rate=2e-05 optimizer=adamw, or what you mean"
             ]
     config, tree, given, found = builder.build()
+    sources = partial(_sources, tree, builder, search.conf[0] / "train.yaml", source.layers)
     return Loaded(
         config, tree, given, (*notes, *found), source.name, source.path, source.text, tuple(overrides),
-        _option_files(tree, builder, source.path),
+        _option_files(tree, sources), sources,
     )  # fmt: skip
 
 
-def _option_files(tree: dict[str, Any], builder: ConfigBuilder, recipe: Path | None = None) -> dict[str, str]:
-    """See ``Loaded``: the option's file, or the recipe, whichever has the class in it."""
-    found = {}
-    for group in GROUPS:
-        option = builder.options.get(group)
-        file = None if option is None else builder.search.option(group, option)
-        for path, value in walk(tree.get(group) or {}, group):
-            if path.endswith("._target_"):
-                files = (each for each in (file, recipe) if each is not None)
-                named = next((each for each in files if str(value) in read_text(each, ConfigError)), None)
-                if named is not None:
-                    found[path.removesuffix("._target_")] = str(named)
-    return found
+def _sources(
+    tree: dict[str, Any], builder: ConfigBuilder, base: Path, layers: Sequence[Layer]
+) -> dict[str, Path | None]:
+    """See ``Loaded``. ``base`` is ``train``, or a run's config, beside which options have files that are chosen now."""
+    begun = {**read_yaml(base, ConfigError), "output_dir": None}  # each run has one of its own
+    says: dict[str, tuple[Any, Path | None]] = {path: (value, base) for path, value in walk(begun, lists=False)}
+    for group in builder.options.keys() & (GROUPS if layers else builder.chosen):
+        for name in builder.options[group].strip("[]").split(","):
+            says |= option_leaves(builder.search, group, name)
+    for layer in layers:
+        says |= layer.beside
+        says |= {path: (change.value, layer.file) for path, change in layer.given.items() if path in builder.given}
+    says |= {path: (..., file) for path, file in builder.read_from.items()}
+    says |= {path: (..., None) for path, change in builder.given.items() if change.source is None}
+    completed = {path for path, value in walk(tree, lists=False) if value is not None}  # where its file says null
+    return {path: file for path, (value, file) in says.items() if value is not None or path not in completed}
+
+
+def _option_files(tree: dict[str, Any], sources: Callable[[], dict[str, Path | None]]) -> dict[str, str]:
+    """See ``Loaded``."""
+    parts = [path for path, _ in walk(tree) if path.endswith("._target_")]
+    files = sources() if parts else {}
+    found = {path: files.get(re.sub(r"\.\d+\..*", "", path)) for path in parts}  # a list has one
+    return {path.removesuffix("._target_"): str(file) for path, file in found.items() if file}
 
 
 def _composed(recipe: str, overrides: Sequence[str], search: SearchPath, here: Path) -> tuple[Recipe, ConfigBuilder]:
     """The recipe, and what is built from it and the overrides, not checked yet."""
-    source = read_recipe(recipe, search, here)
     parsed = parse(overrides, search)
-    problems, notes = [*parsed.problems, *source.problems], []
+    source = read_recipe(recipe, search, here, parsed)
+    problems = [*parsed.problems, *source.problems]
     try:
-        notes = _leave_behind(source, parsed, search)
         cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
         trainer = _trainer_of_accelerate(parsed)
         if trainer is not None and options.get("trainer") == "single":
@@ -108,62 +124,15 @@ def _composed(recipe: str, overrides: Sequence[str], search: SearchPath, here: P
             cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
     except ConfigError as error:
         raise ConfigError([*problems, *error.problems]) from error
-    builder = ConfigBuilder(
-        search, cfg, options, source.name, parsed.chosen, problems, dict(source.given), source.files, notes
+    given = {path: change for layer in source.layers if layer.file for path, change in layer.given.items()}
+    files = [layer.file for layer in source.layers[1:] if layer.file]
+    builder = ConfigBuilder(search, cfg, options, source.name, {*parsed.chosen}, problems, given, files, source.notes)
+    builder.apply_changes(  # ~KEY of what was left out asks for what has happened already
+        change
+        for change in parsed.changes
+        if change.action != "delete" or not any(f".{path}".endswith(f".{change.key}") for path in source.left_out)
     )
-    builder.apply_changes([*source.bare, *parsed.changes])
     return source, builder
-
-
-def _leave_behind(source: Recipe, parsed: Parsed, search: SearchPath) -> list[str]:
-    """Take out of a recipe what it sets of options of its own that the command line replaces by options without such
-    settings; returns a line for each group.
-    """
-    groups = parsed.chosen.intersection(BARE_GROUPS)
-    if not groups or not (source.bare or any(path.split(".")[0] in groups for path in source.given)):
-        return []
-    its_cfg, its_options = compose(source.primary, source.nodes, [], search)
-    its_tree = plain(its_cfg)[0]
-    known, its_types = frozenset(leaves(its_tree)), option_types(its_tree)
-    meant = {change.key: full_path(change.key, known, its_types)[0] for change in source.bare}
-    groups = groups.intersection(path.split(".")[0] for path in (*source.given, *meant.values()))
-    if not groups:
-        return []
-    cfg, options = compose("train", {}, parsed.groups, search)
-    tree = plain(cfg)[0]
-    types, notes = option_types(tree), []
-    for group in sorted(group for group in groups if its_options.get(group) != options.get(group)):
-
-        def is_of(path: str, types: dict[str, str], own: Collection[str], group: str = group) -> bool:
-            """The option of these types has the setting; of a class of the user's, its option file does."""
-            setting, kind = lookup(path), types.get(group)
-            return path.split(".")[1] in own if kind == "_target_" else setting is not None and kind in setting.types
-
-        set_here = [path for path in (*source.given, *meant.values()) if path.startswith(f"{group}.")]
-        paths = {
-            path: None
-            for path in (".".join(path.split(".")[:2]) for path in set_here)
-            if is_of(path, its_types, its_tree.get(group) or ()) and not is_of(path, types, tree.get(group) or ())
-        }
-        if paths:
-            notes.append(
-                f"{', '.join(paths)}: the recipe's, for {group}={its_options.get(group)}; left out under "
-                f"{group}={options.get(group)}"
-            )
-        for path in paths:
-            for node in source.nodes.values():
-                if isinstance(node.get(group), dict):
-                    node[group].pop(path.split(".")[1], None)
-            source.given = {
-                each: change for each, change in source.given.items() if not f"{each}.".startswith(f"{path}.")
-            }
-        source.bare = [change for change in source.bare if meant[change.key] not in paths]
-        parsed.changes[:] = [  # ~KEY asks for what has happened already
-            change
-            for change in parsed.changes
-            if change.action != "delete" or not any(f".{path}".endswith(f".{change.key}") for path in paths)
-        ]
-    return notes
 
 
 @doing("composing the config")
@@ -209,11 +178,15 @@ def load_resumed(
             tree[group] = fresh.get(group, {})
         options |= {group: option for group, option in chosen.items() if group in parsed.chosen}
     name = str(tree.pop("recipe", "default"))
-    builder = ConfigBuilder(search, OmegaConf.create(tree), options, name, parsed.chosen, problems)
+    builder = ConfigBuilder(search, OmegaConf.create(tree), options, name, {*parsed.chosen}, problems)
     builder.apply_changes(parsed.changes)
     config, tree, given, notes = builder.build()
-    files = RunDir(saved.parent).option_files() | _option_files(tree, builder)
-    return Loaded(config, tree, given, notes, name, saved, read_text(saved, ConfigError), tuple(overrides), files)
+    sources = partial(_sources, tree, builder, saved, [])
+    files = {path: file for path, file in _option_files(tree, sources).items() if file != str(saved)}
+    return Loaded(
+        config, tree, given, notes, name, saved, read_text(saved, ConfigError), tuple(overrides),
+        RunDir(saved.parent).option_files() | files, sources,
+    )  # fmt: skip
 
 
 def _trainer_of_accelerate(parsed: Parsed) -> str | None:

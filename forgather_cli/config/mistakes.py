@@ -13,9 +13,8 @@ from typing import Any, get_type_hints
 from forgather_cli.config import schema
 from forgather_cli.config.as_typed import as_typed, text_in
 from forgather_cli.config.options import GROUPS, SERVER, SearchPath
-from forgather_cli.config.paths import is_list, lookup, members, root_keys, settings
+from forgather_cli.config.paths import is_list, lookup, members, option_leaves, root_keys, settings
 from forgather_cli.config.schema import typed
-from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import free_arguments, import_target
 
@@ -222,7 +221,8 @@ def unknown(path: str, naming: Naming) -> str:
     name, where, setting = naming.name(path), naming.where(path), lookup(path)
     group, _, word = path.partition(".")
     if setting is not None and setting.types and group in naming.options:  # an option that is not selected has it
-        kinds = {option: _type_of(group, option, naming) for option in _options(group, naming)}
+        types = {option: option_leaves(naming.search, group, option) for option in _options(group, naming)}
+        kinds = {option: found.get(f"{group}.type", (option,))[0] for option, found in types.items()}
         having = [option for kind in setting.types for option in kinds if kinds[option] == kind]  # the usual one first
         having = having or list(setting.types)
         remedy = f"choose {group}={having[0]} or {f'remove it with ~{name}' if where else f'leave {name} out'}"
@@ -281,15 +281,3 @@ def _types(group: str) -> list[str]:
     if group == "callbacks":
         return ["default", "full", "minimal"]
     return [cls.type for cls in members(get_type_hints(schema.Config, include_extras=True)[group])]
-
-
-def _type_of(group: str, option: str, naming: Naming) -> str:
-    """The type of an option, read from its file or from the one it starts from; ``_target_`` and the like have none."""
-    file = naming.search.option(group, option) if naming.search else None
-    if file is None:
-        return option
-    text = read_text(file, ConfigError)
-    if match := re.search(r"^type: *(\w+)", text, re.MULTILINE):
-        return match[1]
-    parent = re.search(r"^ *- (\w+)$", text, re.MULTILINE)
-    return _type_of(group, parent[1], naming) if parent and parent[1] not in ("_self_", option) else ""

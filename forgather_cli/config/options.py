@@ -15,6 +15,7 @@ from pathlib import Path
 
 from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, did_you_mean
+from forgather_cli.run_dir import shown
 
 GROUPS = ("model", "data", "trainer", "optimizer", "lr_scheduler", "loss", "precision", "adapter", "callbacks")
 """The config groups, as in ``schema.Config.GROUPS``; stated again so that listing them costs no import."""
@@ -62,6 +63,12 @@ def shipped(name: str) -> Path:
     package = Path(__file__).resolve().parents[1]
     inside = package / name
     return inside if inside.is_dir() else package.parent / name
+
+
+def named(file: Path | None) -> str:
+    """A file as people are shown it, a shipped one from its folder on; None is the command line."""
+    root = next((each for each in map(shipped, ("conf", "recipes")) if file and file.is_relative_to(each)), None)
+    return "the command line" if file is None else str(file.relative_to(root.parent)) if root else shown(file)
 
 
 def search_path(config_dir: Path | None = None, cwd: Path | None = None) -> SearchPath:

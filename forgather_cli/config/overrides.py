@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forgather_cli.config.as_typed import as_typed
 from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath
-from forgather_cli.config.paths import ending_with, lookup, root_keys, takes_target
+from forgather_cli.config.paths import ending_with, leaves, lookup, root_keys, takes_target
 from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
 
@@ -37,10 +37,11 @@ class Change:
 
 @dataclass
 class Parsed:
-    """Overrides by kind: ``groups`` as typed (``model=nano``), ``chosen`` their names, ``changes`` of values."""
+    """Overrides by kind: ``groups`` as typed (``model=nano``), ``chosen`` by group the names of its options (none:
+    ``~model``), ``changes`` of values."""
 
     groups: list[str]
-    chosen: set[str]
+    chosen: dict[str, list[Any]]
     changes: list[Change]
     problems: list[str]
 
@@ -69,7 +70,7 @@ def parse_lines(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
 def parse(overrides: Sequence[str], path: SearchPath) -> Parsed:
     """Sort overrides into options to choose and values to change. Options that do not exist become problems."""
     parsed, problems = parse_lines(overrides)
-    result = Parsed([], set(), [], problems)
+    result = Parsed([], {}, [], problems)
     for item in parsed:
         key, line = item.key_or_group, item.input_line or item.key_or_group
         text = line.partition("=")[2].strip()
@@ -83,13 +84,19 @@ def parse(overrides: Sequence[str], path: SearchPath) -> Parsed:
             names = [] if item.is_delete() else value if isinstance(value, list) else [value]
             wrong = [problem for name in names if (problem := wrong_option(key, name, path, text))]
             problems += wrong
-            result.chosen.add(key)
+            result.chosen[key] = names
             result.groups += [] if wrong else [line]
         else:
             kinds = {"delete": item.is_delete(), "add": item.is_add(), "force": item.is_force_add(), "set": True}
             action: Any = next(kind for kind, holds in kinds.items() if holds)
             result.changes.append(Change(key, item.value(), action, text=text))
     return result
+
+
+def typed_paths(changes: Iterable[Change]) -> dict[str, Change]:
+    """By path as typed, what sets it."""
+    setting = [change for change in changes if change.action != "delete"]
+    return {path: change for change in setting for path in (change.key, *leaves(change.value, change.key))}
 
 
 def wrong_option(group: str, name: object, path: SearchPath, text: str = "") -> str | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from forgather_cli.config import schema
-from forgather_cli.config.options import BARE_GROUPS, SERVER
+from forgather_cli.config.options import BARE_GROUPS, SERVER, SearchPath
+from forgather_cli.documents.regular_files import read_yaml
+from forgather_cli.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -110,6 +114,21 @@ def ending_with(key: str, extra: set[str] | frozenset[str] = frozenset()) -> lis
     if not found and rest:  # below an open setting: groups.no_decay.regex
         found = {f"{path}.{rest}" for path in ending_with(above, extra) if lookup(f"{path}.{rest}")}
     return sorted(found)
+
+
+def option_leaves(search: SearchPath | None, group: str, name: str) -> dict[str, tuple[Any, Path]]:
+    """By dotted path, what an option says and the file that says it: its own, or one that it starts from. Of a broken
+    file nothing: those who compose it tell.
+    """
+    found: dict[str, tuple[Any, Path]] = {}
+    if search and (file := search.option(group, name)):
+        with suppress(ConfigError, AttributeError, TypeError):
+            tree = read_yaml(file, ConfigError)
+            for entry in tree.pop("defaults", None) or []:
+                if isinstance(entry, str) and entry not in ("_self_", name):
+                    found |= option_leaves(search, group, entry.rpartition("/")[2].partition("@")[0])
+            found |= {path: (value, file) for path, value in walk(tree, group, lists=False)}
+    return found
 
 
 def walk(tree: Any, path: str = "", *, lists: bool = True) -> Iterator[tuple[str, Any]]:

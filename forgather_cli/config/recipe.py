@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.config.options import GROUPS, SearchPath, find_recipe
-from forgather_cli.config.overrides import Change, wrong_option
-from forgather_cli.config.paths import leaves, root_keys
+from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, find_recipe, named
+from forgather_cli.config.overrides import Change, Parsed, full_path, typed_paths, wrong_option
+from forgather_cli.config.paths import lookup, option_leaves, root_keys, walk
 from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
+
+
+@dataclass
+class Layer:
+    """What one file of a recipe says, or the command line, which has no ``file``.
+
+    ``node`` is the config that Hydra composes, ``bare`` what is named by its last part (``seq_len`` for
+    ``data.seq_len``) and still to be put there. ``chosen`` are its options by group, ``beside`` what those of no group
+    of ours say and in which file, ``given`` its settings, both by path.
+    """
+
+    file: Path | None
+    node: dict[str, Any] = field(default_factory=dict)
+    bare: dict[str, Any] = field(default_factory=dict)
+    chosen: dict[str, list[Any]] = field(default_factory=dict)
+    beside: dict[str, tuple[Any, Path]] = field(default_factory=dict)
+    given: dict[str, Change] = field(default_factory=dict)
+
+    def choose(self, entries: Iterable[Any], path: SearchPath) -> None:
+        """Take what a defaults list chooses."""
+        for key, value in (pair for entry in entries if isinstance(entry, dict) for pair in entry.items()):
+            group = str(key).split()[-1].lstrip("/").partition("@")[0]
+            self.chosen[group] = value if isinstance(value, list) else [value]
+            for name in map(str, self.chosen[group] if group not in GROUPS else ()):
+                leaves = option_leaves(path, group, name)  # of the whole config: # @package _global_
+                self.beside |= {each.removeprefix(f"{group}."): found for each, found in leaves.items()}
+                tree = read_yaml(file, ConfigError) if (file := path.option(group, name)) else None
+                self.choose(tree.get("defaults") or [] if isinstance(tree, dict) else [], path)
 
 
 @dataclass
 class Recipe:
     """A recipe with those it starts from.
 
-    ``nodes`` are the configs that Hydra composes, by name, ``primary`` the outermost one's name. ``bare`` are bare keys
-    (``seq_len`` for ``data.seq_len``), innermost recipe first; ``given`` the paths set in full; ``files`` those of all
-    recipes, innermost first; ``of_weights`` those that choose a model with weights.
+    ``nodes`` are the configs that Hydra composes, by name, ``primary`` the outermost one's name. ``layers`` are
+    ``train``, the recipes, innermost first, and the command line; ``of_weights`` the files that choose a model with
+    weights. ``left_out``: the settings that went with an option, of which ``notes`` tell.
     """
 
     name: str
@@ -27,18 +57,25 @@ class Recipe:
     text: str
     primary: str = ""
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    bare: list[Change] = field(default_factory=list)
-    given: dict[str, Change] = field(default_factory=dict)
-    files: list[Path] = field(default_factory=list)
+    layers: list[Layer] = field(default_factory=list)
     of_weights: set[Path] = field(default_factory=set)
+    left_out: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
 
-def read_recipe(name: str, path: SearchPath, cwd: Path) -> Recipe:
-    """A recipe by name or path. Lesser faults go into ``problems``; raises ConfigError if it cannot be read."""
-    file = find_recipe(name, path, cwd)
-    recipe = Recipe(file.stem, file, read_text(file, ConfigError))
+def read_recipe(name: str, path: SearchPath, cwd: Path, parsed: Parsed | None = None) -> Recipe:
+    """A recipe by name or path, as it is beside the overrides of the command line. Lesser faults go into ``problems``;
+    raises ConfigError if it cannot be read.
+    """
+    file, train = find_recipe(name, path, cwd), Layer(path.conf[0] / "train.yaml")
+    train.choose(read_yaml(path.conf[0] / "train.yaml", ConfigError)["defaults"], path)
+    recipe = Recipe(file.stem, file, read_text(file, ConfigError), layers=[train])
     recipe.primary = _add(recipe, file, path, cwd, ())
+    typed = Layer(None, given=typed_paths(parsed.changes if parsed else []))
+    typed.choose([parsed.chosen] if parsed else [], path)
+    recipe.layers.append(typed)
+    _settle(recipe, path)
     return recipe
 
 
@@ -68,9 +105,11 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
         if entry != "_self_":
             defaults.append(entry)
     kept: dict[str, Any] = {}  # what Hydra merges
+    layer = Layer(file)
+    layer.choose(defaults, path)
     for key, value in body.items():
-        if key == "hydra":
-            recipe.problems.append(f"hydra: Hydra's own settings have no effect here; remove them from {file}")
+        if str(key).split(".")[0] in ("hydra", "defaults"):
+            recipe.problems.append(f"{key}: Hydra's own settings have no effect here; remove them from {file}")
         elif key in GROUPS and not isinstance(value, dict):
             what = f"options are chosen in the defaults list, got {value!r} in {file}"
             recipe.problems.append(f"{key}: {what}; write '- override {key}: {value}' there")
@@ -81,14 +120,75 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
         elif key in GROUPS or key in root_keys():
             kept[key] = value
         else:
-            recipe.bare.append(Change(str(key), value, "force", file))
-    recipe.given |= {each: Change(each, None, source=file) for each in leaves(kept)}
-    if "model.init_from" in leaves(kept):
+            layer.bare[str(key)] = value
+    layer.given = {each: Change(each, value, source=file) for each, value in walk(kept, lists=False)}
+    if "model.init_from" in layer.given:
         recipe.of_weights.add(file)
-    recipe.files.append(file)
+    recipe.layers.append(layer)
     node = f"recipe_{len(outer)}_{file.stem}"
-    recipe.nodes[node] = {"defaults": [*defaults, "_self_"], **kept}  # a recipe outranks option files
+    recipe.nodes[node] = layer.node = {"defaults": [*defaults, "_self_"], **kept}  # a recipe outranks option files
     return node
+
+
+def _settle(recipe: Recipe, path: SearchPath) -> None:
+    """Settle what each layer sets before anything is composed, where it then counts as its file stands.
+
+    Bare keys are put where they belong, by the options of their file, or those that it is used with. What files set of
+    an option that a later layer replaces by one without such settings is taken out; nobody knows which settings a class
+    of the user's takes, so that with it all go that the new option lacks.
+    """
+
+    @cache
+    def option(group: str, *names: str) -> tuple[str, str | None, dict[str, Any]]:
+        """Options as they are typed, their type (``_target_`` for the user's own), and by path what they say."""
+        says = {each: value for name in names for each, (value, _) in option_leaves(path, group, name).items()}
+        kind = "_target_" if f"{group}._target_" in says else says.get(f"{group}.type")
+        return (f"{group}={','.join(names)}", kind, says) if names else (f"~{group}", "", {})
+
+    now: dict[str, tuple[str, str | None, dict[str, Any]]] = {}
+    chosen = {group: map(str, names) for layer in recipe.layers for group, names in layer.chosen.items()}
+    last = [option(group, *chosen.get(group, ()))[2] for group in BARE_GROUPS]
+    known = {each for layer in recipe.layers if layer.file for each in layer.given}.union(*last)
+    for number, layer in enumerate(recipe.layers):
+        for group in BARE_GROUPS:
+            in_place = f"{group}._target_" in (*layer.given, *layer.bare)
+            if group not in layer.chosen and not in_place:
+                continue
+            before, was, _ = now.get(group, ("", None, {}))
+            now[group] = option(group, *map(str, layer.chosen.get(group, [])))
+            label, kind, says = now[group] = (f"{group}._target_", "_target_", {}) if in_place else now[group]
+            if kind is None or label == before or (in_place and was == "_target_"):
+                continue
+            own, gone = {".".join(each.split(".")[:2]) for each in says}, {}
+            for at in recipe.layers[:number]:
+                for each in [each for each in at.given if each.startswith(f"{group}.")]:
+                    top = ".".join(each.split(".")[:2])
+                    kinds = setting.types if (setting := lookup(top)) else ()
+                    has = top in own if kind == "_target_" else kind in kinds
+                    if not has and (was == "_target_" or was in kinds):
+                        gone[top] = named(at.file)
+                        del at.given[each]
+                        at.node[group].pop(top.split(".")[1], None)
+            if gone:
+                where = ", ".join(dict.fromkeys(gone.values()))
+                by = f", which {named(layer.file)} chooses" if layer.file else ""
+                recipe.notes.append(f"{', '.join(gone)}: set in {where} for {before}; left out under {label}{by}")
+                recipe.left_out += gone
+        types = {group: str(kind) for group, (_, kind, _) in now.items()}
+        for key, value in layer.bare.items():
+            target, problem = full_path(key, known.union(*(says for *_, says in now.values())), types)
+            inside = (p for p in layer.given if f"{p}.".startswith(f"{target}.") or target.startswith(f"{p}."))
+            if problem is None and (twice := next(inside, None)):
+                problem = f"{key}: set twice, {layer.given[twice].key} being the same setting; keep one"
+            if problem:
+                recipe.problems.append(f"{problem} (in {layer.file})")
+                continue
+            tree, (*above, name) = layer.node, target.split(".")
+            for part in above:
+                tree = tree.setdefault(part, {})
+            tree[name] = value
+            below = {each: Change(each, part, source=layer.file) for each, part in walk(value, target, lists=False)}
+            layer.given |= {**below, target: Change(key, value, source=layer.file)}
 
 
 def _entry_problem(entry: Any, file: Path, path: SearchPath) -> str | None:
