@@ -127,7 +127,7 @@ class ChatTemplate:
             self._takes[role] = True, True  # each as it is, while that is looked at
             found = [False, False]
             for number, content in enumerate((_PROBE, [{"type": "text", "text": _PROBE}])):
-                talk = [{"role": "user", "content": "?"}, {"role": role, "content": content}]
+                talk: list[Message] = [{"role": "user", "content": "?"}, {"role": role, "content": content}]
                 talk = talk[::-1] if role in ("system", "developer") else talk[role == "user" :]
                 with suppress(DataError):
                     found[number] = _PROBE in self.render(talk)
@@ -227,9 +227,10 @@ class ChatTemplate:
             if not _REASONING_KEYS.isdisjoint(each):
                 reasoning = next(each[key] for key in _REASONING if key in each)
                 each = {"thinking": reasoning, **each, "reasoning_content": reasoning}
-            role, content = each.get("role"), as_text(each.get("content"))
-            if isinstance(role, str) and isinstance(content, str):
-                (takes_text, takes_parts), parts = self.takes(role), getattr(content, "parts", ())
+            role, content = each.get("role"), each.get("content")
+            takes_text, takes_parts = self.takes(role) if isinstance(role, str) else (True, False)
+            if not (type(content) is str and takes_text) and isinstance(content := as_text(content), str):
+                parts = getattr(content, "parts", None)
                 in_parts = takes_parts and (parts or not takes_text)
                 each["content"] = (parts or [{"type": "text", "text": str(content)}]) if in_parts else str(content)
             plain.append(each)
