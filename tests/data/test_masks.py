@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -306,6 +307,15 @@ def test_blocks_that_are_written_elsewhere_are_found_where_transformers_masks_wh
         assert spans != expected[1], "transformers has mended it: the table is shorter"
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_no_header_is_learned_where_no_generation_prompt_tells_it(name: str) -> None:
+    """Of blocks that are written elsewhere, and with a prompt are found."""
+    silent, num_prompts = re.subn(r"\{% if add_generation_prompt.*?endif %\}", "", WRONG[name], flags=re.DOTALL)
+    assert num_prompts == 1
+    with pytest.raises(DataError, match=r"message 2 begins: .*generation"):
+        ChatTemplate(silent, TOKENS).render_spans(TALKS["one"])
+
+
 def test_what_is_found_nowhere_is_refused_with_both_texts(tmp_path: Path) -> None:
     shouted = blocks("{% filter upper %}" + HEADED + "{% endfilter %}{{ '\n' }}")
     with pytest.raises(DataError) as caught:
@@ -387,6 +397,31 @@ def test_marks_of_sharegpt_and_of_tables(tmp_path: Path) -> None:
     found = in_marks(load(write_table(tmp_path / "chats.parquet", [{"conversations": talk}]), CHATML))
     assert found == made(tmp_path, talk)
     assert found.endswith("\nb<e>\n<s>user\nc<e>\n<s>assistant\n⟦d<e>⟧\n")
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "by number"])
+def test_renderings_do_not_grow_with_the_turns(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 12 turns each is that which is found where it alone is looked for."""
+    num_rendered, render = 0, ChatTemplate.render
+
+    def counted(self: ChatTemplate, *given: Any, **more: Any) -> str:
+        nonlocal num_rendered
+        num_rendered += 1
+        return render(self, *given, **more)
+
+    monkeypatch.setattr(ChatTemplate, "render", counted)
+    template, found, numbers = ChatTemplate(FAMILIES[family], TOKENS), [], []
+    for repeats in (1, 2, 40):
+        talk = [SYSTEM, *(TALKS["thoughts"] + TALKS["tools"] + TALKS["spaces"]) * repeats]
+        num_rendered = 0
+        found.append(template.render_spans(talk)[1])
+        numbers.append(num_rendered)
+        turns = [i for i, message in enumerate(talk) if message["role"] == "assistant"]
+        if repeats < 3:
+            alone = [template.render_spans(talk, unlearned=frozenset(turns) - {i})[1] for i in turns]
+            assert found[-1] == [span for spans in alone for span in spans]
+    assert [len(spans) for spans in found] == [6, 12, 240]
+    assert numbers[1] == numbers[2] <= 30
 
 
 @pytest.mark.parametrize("family", FAMILIES)

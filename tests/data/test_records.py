@@ -14,12 +14,14 @@ import pytest
 from chats import write_lines, write_table
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from streams import shown
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.cache import digest
 from forgather_cli.data.chat import keys
+from forgather_cli.data.chat.template import ChatTemplate
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import DataError
@@ -210,12 +212,11 @@ def test_arguments_as_json_text_are_those_of_objects(tmp_path: Path, flat: bool)
     expected = made(objects)
     assert expected[0] == 'u:Hi;a:[Yo{"name": "move", "arguments": {"x": 1, "deep": {"a": [1, null]}}};]'
     assert made(texts) == expected
-    assert made([*texts[:2], ""]) == expected, "a call without arguments"
     assert made(texts, as_text=True) == expected, "calls as one JSON text"
 
 
 def test_arguments_that_spell_no_object_stay_text(tmp_path: Path) -> None:
-    texts = ["print(1)", "5", "[1]", '"x"', "{", "NaN", "[" * 300]
+    texts = ["", "print(1)", "5", "[1]", '"x"', "{", "NaN", "[" * 300]
     wanted = [json.dumps({"name": "move", "arguments": text}) for text in texts]
     made = learned(tmp_path, [record for text in texts for record in calls(text)], seq_len=1000)
     assert made == [f"u:Hi;a:[Yo{each};]" for each in wanted]
@@ -343,6 +344,149 @@ def test_the_page_lists_the_names() -> None:
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
     told = {word for line in re.findall(r"[\w, \n]+", page) for word in re.split(r"[,\s]+", line)}
     assert {*keys._CARRY, *keys._ABOUT} <= told
+
+
+THOUGHTS = """\
+{%- for m in messages %}{{ m.role[0] }}:
+{%- if m.role == 'assistant' %}
+{%- if m.reasoning_content and loop.last %}({{ m.reasoning_content | trim }}){% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}{{ (call.function or call) | tojson(ensure_ascii=true) }}{% endfor %};
+{%- elif m.role != 'developer' %}{{ m.content }};{% endif %}{% endfor %}
+{%- if add_generation_prompt %}a:{% endif %}"""
+"""Writes thoughts of the last turn alone, and a developer's header."""
+SAY = {"function": {"name": "say", "arguments": {"words": 'Grüße, "Ann"\n', "loud": 1}}, "id": "c1", "type": "function"}
+
+
+@pytest.mark.parametrize(
+    ("more", "unwritten"),
+    [
+        ({"tool_calls": [MOVE]}, "tool_calls"),
+        ({"tool_calls": [{"function": {"name": "Yo", "arguments": {"x": 7}}}]}, "tool_calls"),
+        ({"function_call": {"name": "move", "arguments": "{}"}}, "function_call"),
+        ({"refusal": "No"}, "refusal"),
+        ({"reasoning_content": "hm"}, "reasoning_content"),
+        ({"thinking": "Hi"}, "thinking"),
+        ({"annotations": [{"title": LONG}]}, "annotations"),
+        ({"id": LONG, "type": LONG, "name": LONG, "source": LONG, "tool_call_id": LONG, "note": "short"}, ""),
+        ({"tool_calls": [], "refusal": "", "reasoning_content": None, "function_call": {}, "audio": None}, ""),
+    ],
+)
+def test_what_a_message_carries_and_the_template_writes_in_no_turn_is_refused(
+    tmp_path: Path, more: dict[str, Any], unwritten: str
+) -> None:
+    """Its words may stand elsewhere in the conversation. One row of many is enough."""
+    records = [{"messages": [HI, YO]}, {"messages": [HI, {**YO, **more}, MORE, SO]}]
+    if not unwritten:
+        assert learned(tmp_path, records, "chatml", chat_template="chatml")
+        return
+    ignore, said = refused(tmp_path, records, "", chat_template="chatml")
+    assert ignore == [unwritten]
+    assert f"'{unwritten}' (in 1 of 2 rows)" in said
+
+
+def test_what_a_message_carries_is_looked_for_in_every_form(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As JSON with escapes; and of earlier turns, where the template writes it of the last one, it is only said."""
+    calls = {"messages": [HI, {**YO, "tool_calls": [SAY, SAY]}, MOVED, SO]}
+    found = learned(tmp_path, [calls], THOUGHTS)
+    assert found[0].count(json.dumps(SAY["function"])) == 2
+    assert not caplog.records
+    thoughts = {"messages": [HI, {**YO, "reasoning_content": "hm"}, MORE, {**SO, "thinking": "ah"}]}
+    for _ in range(2):  # from the cache too
+        caplog.clear()
+        assert learned(tmp_path, [calls, thoughts, thoughts], THOUGHTS)[1] == "u:Hi;a:[Yo;]u:More;a:[(ah)So;]"
+        (line,) = [line for line in caplog.messages if "last turns alone" in line]
+        assert "'reasoning_content' (in 2 of 3 rows)" in line
+    both = {"messages": [HI, {**YO, "reasoning_content": "hm", "thinking": LONG}]}
+    assert refused(tmp_path, [both], THOUGHTS)[0] == ["thinking"], "another one has its place"
+
+
+def test_a_turn_of_a_role_that_the_template_drops_is_refused(tmp_path: Path) -> None:
+    record = {"messages": [{"role": "developer", "content": "Yo"}, HI, YO]}
+    ignore, said = refused(tmp_path, [record, {"messages": [HI, YO]}], THOUGHTS)
+    assert ignore == ["developer"]
+    assert "'developer' (in 1 of 2 rows)" in said
+    assert learned(tmp_path, [record]) == ["d:Yo;u:Hi;a:[Yo;]"]
+    pair = {"system": "Be", "prompt": "Hi", "completion": "Yo"}
+    assert refused(tmp_path, [pair], THOUGHTS.replace("'developer'", "'system'"))[0] == ["system"]
+
+
+IN_PARTS = """\
+<|im_start|>{% for message in messages %}{{ message['role'] | capitalize }}
+{%- if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}
+{%- for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] | trim }}
+{%- elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>
+{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"""
+IN_BOTH = """\
+{% for message in messages %}{% if message.content is string %}{{ message.role + ': ' + message.content }}
+{%- else %}{{ message.role + ': ' }}{% for part in message.content %}{% if part.type == 'text' %}
+{{- part.text + '|' }}{% endif %}{% endfor %}{% endif %}<end>
+{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"""
+IN_TEXT = "{% for m in messages %}{{ m.role + ': ' + (m.content | string) + '<end>' }}{% endfor %}"
+OF_USERS = IN_BOTH.replace("message.content is string", "message.role != 'user'")
+"""Parts of questions alone."""
+
+
+def test_a_template_that_asks_for_parts_gets_them_and_one_that_asks_for_text_gets_text(tmp_path: Path) -> None:
+    def parts(message: dict[str, Any]) -> dict[str, Any]:
+        texts = [message["content"], " and more "]
+        return {"role": message["role"], "content": [{"type": "text", "text": text} for text in texts]}
+
+    def by_transformers(template: str, talk: list[Any], prompt: bool = False) -> str:
+        return str(render_jinja_template([talk], chat_template=template, add_generation_prompt=prompt)[0][0])
+
+    def whole(template: str, talk: list[Any]) -> str:
+        return learned(tmp_path, [{"messages": talk}], template, train_on="all")[0].replace("[", "").replace("]", "")
+
+    talk, single = (
+        [BE, HI, YO],
+        [{**each, "content": [{"type": "text", "text": each["content"]}]} for each in (BE, HI, YO)],
+    )
+    several = list(map(parts, talk))
+    for template in (IN_PARTS, IN_BOTH):
+        assert whole(template, several) == by_transformers(template, several)
+        rendered = ChatTemplate(template, {}).render(several[:2], add_generation_prompt=True)
+        assert rendered == by_transformers(template, several[:2], prompt=True), "prompts of generate"
+    assert whole(IN_PARTS, talk) == by_transformers(IN_PARTS, single)
+    assert ChatTemplate(IN_PARTS, {}).render(talk) == by_transformers(IN_PARTS, single)
+    assert whole(IN_BOTH, talk) == by_transformers(IN_BOTH, talk)
+    joined = [{**each, "content": each["content"] + " and more "} for each in talk]
+    assert whole(IN_TEXT, several) == by_transformers(IN_TEXT, joined)
+    assert whole(OF_USERS, talk) == by_transformers(OF_USERS, [BE, single[1], YO])
+    assert whole(OF_USERS, several) == by_transformers(OF_USERS, [joined[0], several[1], joined[2]])
+    assert "[Yo<end_of_utterance>]" in learned(tmp_path, [{"messages": [HI, YO]}], IN_PARTS)[0].replace("[ ", "[")
+
+
+def test_a_number_as_content_is_text(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}"
+    for number in (5, 0, -1.5, 1e30):
+        talk = [HI, {**YO, "content": number}]
+        told = render_jinja_template([talk], chat_template=template)[0][0]
+        assert learned(tmp_path, [{"messages": talk}], template, train_on="all") == [f"{told[0]}[{told[1:]}]"]
+        assert learned(tmp_path, [{"messages": talk}]) == learned(
+            tmp_path, [{"messages": [HI, {**YO, "content": str(number)}]}]
+        )
+
+
+def test_a_run_of_before_goes_on_where_its_tokens_are_the_same(tmp_path: Path) -> None:
+    """Its fingerprint says rules 2; those of other tokens are others."""
+    several = {**HI, "content": [{"type": "text", "text": text} for text in ("a", "b")]}
+    say = {"function": {"name": "say", "arguments": "5"}}
+    no = {"function": {"name": "say", "arguments": ""}}
+    for talk, template, rules in (
+        ([HI, {**YO, "tool_calls": [say]}], TEMPLATE, 2),
+        ([several, YO], TEMPLATE, 2),
+        ([several, YO], IN_BOTH, 3),
+        ([HI, YO], IN_BOTH, 2),
+        ([HI, YO], IN_PARTS, 3),
+        ([HI, {**YO, "content": 5}], TEMPLATE, 3),
+        ([HI, {**YO, "tool_calls": [no]}], TEMPLATE, 3),
+    ):
+        data = load(write_lines(tmp_path / "records.jsonl", [{"messages": talk}]), template)
+        assert data.tokenized is not None
+        content, special = data.tokenized.meta["content"], {"bos_token": END, "eos_token": END, "pad_token": END}
+        key = [content, [rules, 1, 0.0, None, "assistant", [], []], ByteTokenizer().fingerprint, [template, special]]
+        assert data.fingerprint == digest([digest(key), 400, "pad", True, "cut"])
+        assert data.description["rules"] == rules
 
 
 def test_one_row_of_a_hundred_is_enough_and_one_of_more_is_said(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from forgather_cli.config.schema import InstructSettings
+from forgather_cli.data.chat.template import as_text
 from forgather_cli.data.text.hf import without_added
 from forgather_cli.data.text.read import BadRow, Damage, FilePart, Record, kind_of, read_records, sound_rows
 from forgather_cli.documents.json_and_yaml import parse_json
@@ -239,9 +240,7 @@ def _message(number: int, turn: Any, is_table: bool) -> dict[str, Any]:
         raise DataError(f"{what} has the unknown role {role!r}; roles are {', '.join(ROLES)}; rename it")
     if "tool_calls" in rest:
         rest["tool_calls"] = _opened_all(rest["tool_calls"], f"'tool_calls' of {what}")
-    if isinstance(content, list) and content:  # parts that are all text are one text
-        texts = [part["text"] for part in content if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
-        content = "".join(texts) if len(texts) == len(content) else content
+    content = as_text(content)
     if content is None and role == "assistant" and rest.get("tool_calls"):
         return {"role": role, **rest}
     if not isinstance(content, str):
@@ -275,7 +274,7 @@ def _opened(entry: Any) -> Any:
         return entry
     opened = dict(entry)
     for key in opened.keys() & {"arguments", "parameters"}:
-        opened[key] = _object(opened[key] or "{}" if isinstance(opened[key], str) else opened[key])
+        opened[key] = _object(opened[key])
     if "function" in opened:
         opened["function"] = _opened(opened["function"])
     return opened

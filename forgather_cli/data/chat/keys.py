@@ -5,16 +5,19 @@ docs/data.md has the rules.
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from itertools import filterfalse
 from typing import Any
 
 from forgather_cli.config.schema import InstructSettings
-from forgather_cli.data.chat.conversations import Conversation
+from forgather_cli.data.chat.conversations import ROLES, Conversation
+from forgather_cli.data.chat.template import ChatTemplate, Message
 from forgather_cli.errors import DataError
 
 # names without case, _ and -: of what a model is to see or to think, and of what is about a record
@@ -30,6 +33,8 @@ _ABOUT = {
     "license", "meta", "metadata", "model", "origin", "rating", "score", "source", "split", "tag", "tags", "task",
     "timestamp", "topic", "topics", "url",
 }  # fmt: skip
+_OF_TURNS = {"tool_calls", "function_call", "refusal", *ROLES}  # a message's keys that carry meaning; turns of a role
+_NAMES = ("role", "name", "type")
 _LEAST_WORDS = 4
 _LEAST_SHARE = 0.01  # of the rows
 _PATH = re.compile(r"(?:~|\.{1,2}|[A-Za-z]:)?[/\\][^\n]*\.\w{1,8}")
@@ -43,23 +48,27 @@ _NO_WORD = re.compile(
 )
 _UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 
+_log = logging.getLogger(__name__)
+
 
 class Keys:
     """What is found, over all records, under the keys that nothing reads."""
 
-    def __init__(self, option: InstructSettings, *, shows_tools: bool) -> None:
-        """``shows_tools``: the chat template writes them."""
-        self._mapping = option.mapping
-        self._not_shown = frozenset() if shows_tools else {"tools", *_mapped_to("tools", option.mapping)}
+    def __init__(self, option: InstructSettings, template: ChatTemplate) -> None:
+        self._mapping, self._template = option.mapping, template
+        named = {"tools"}.union(key for key, name in option.mapping.items() if name == "tools")
+        self._not_shown = frozenset() if template.shows_tools else named
         self._num_rows = 0
         self._by_name: Counter[str] = Counter()  # rows
         self._by_text: Counter[str] = Counter()
+        self._earlier: Counter[str] = Counter()  # of keys that the template writes in the last turns alone
         self._others: dict[str, None] = {}
         self._mapped: set[str] = set()
 
     def note(self, conversation: Conversation, text: str) -> None:
         """``text``: what the conversation is to the model."""
         self._num_rows += 1
+        self._note_turns(conversation)
         record, read = conversation.record, conversation.read
         if self._mapping:
             self._mapped |= record.keys() & self._mapping.keys()
@@ -80,6 +89,34 @@ class Keys:
             elif leaves:
                 self._others[key] = None
 
+    def _note_turns(self, conversation: Conversation) -> None:
+        """Keys of messages that the template does not write, and roles. In the place of each text and number stands a
+        number that is nowhere else, since the words may be written elsewhere too, and look otherwise in JSON."""
+        marked, marks, columns = list[Message](conversation.messages), list[str](), conversation.record.values()
+        places: dict[tuple[str, int], slice] = {}
+        for i, message in enumerate(conversation.messages):
+            for key, value in message.items():
+                name = message["role"] if key == "content" else key
+                is_about = any(self._template.takes(name)) if key == "content" else key in _NAMES or _says(key) is None
+                if is_about or (key != "content" and any(value is each for each in columns)):  # a pair's thought
+                    continue
+                if _says(name) or name in _OF_TURNS or any(map(_is_text, _leaves(value))):
+                    first = len(marks)
+                    marked[i] = {**marked[i], key: _marked(value, marks)}
+                    places[name, i] = slice(first, len(marks))
+
+        def lost(wanted: Iterable[tuple[str, int]], num_messages: int) -> list[tuple[str, int]]:
+            text = self._template.render(marked[:num_messages], tools=conversation.tools)
+            return [each for each in wanted if any(mark not in text for mark in marks[places[each]])]
+
+        with suppress(DataError):  # the template may ask for certain words
+            for name, i in dict(lost(places, len(marked)) if places else ()).items():  # the last turn of each
+                counts = self._by_name if _says(name) or name in _OF_TURNS else self._by_text
+                with suppress(DataError):  # it may be written where the conversation ends with it
+                    if name in self._earlier or not lost([(name, i)], i + 1):
+                        counts = self._earlier
+                counts[name] += 1
+
     def found(self) -> dict[str, Any]:
         """For the cache's meta data: of each key that carries meaning its rows, and the other keys."""
         texts = {key: rows for key, rows in self._by_text.items() if rows >= _LEAST_SHARE * self._num_rows}
@@ -90,6 +127,7 @@ class Keys:
                 key for key in {**self._others, **self._by_text} if key not in self._by_name and key not in texts
             ],
             "absent": [key for key in self._mapping if key not in self._mapped],
+            "earlier": dict(self._earlier),
         }
 
 
@@ -98,19 +136,19 @@ def check_keys(option: InstructSettings, found: Mapping[str, Any]) -> None:
     of ``data.mapping`` that no record has. ``found``: by ``Keys``."""
     if absent := found["absent"]:
         raise DataError(f"data.mapping: no record has {', '.join(map(repr, absent))}; mend the name, or leave it out")
+    if earlier := ", ".join(
+        f"{key!r} (in {rows:,} of {found['rows']:,} rows)" for key, rows in found["earlier"].items()
+    ):
+        _log.warning("data.chat_template: it writes %s of the last turns alone; others are learned without", earlier)
     carry = {key: rows for key, rows in found["carry"].items() if key not in option.ignore}
     if carry:
         told = ", ".join(f"{key!r} (in {rows:,} of {found['rows']:,} rows)" for key, rows in carry.items())
         ignore = shlex.quote(f"data.ignore=[{','.join(map(_typed, [*option.ignore, *carry]))}]")
-        tools = (
-            " or a chat template that writes tools"
-            if {"tools", *_mapped_to("tools", option.mapping)} & {*carry}
-            else ""
-        )
         setting = "files" if option.files else "dataset"
         raise DataError(
-            f"data.{setting}: records have keys that say something and that nothing reads: {told}; say what they are "
-            f"with data.mapping (docs/data.md){tools}, or train without them: {ignore}"
+            f"data.{setting}: records or their messages have keys or roles that say something and that nothing reads: "
+            f"{told}; say what they are with data.mapping (docs/data.md), set a data.chat_template that writes them or "
+            f"train without them: {ignore}"
         )
 
 
@@ -123,8 +161,16 @@ def _says(key: str) -> bool | None:
     return name in _CARRY
 
 
-def _mapped_to(name: str, mapping: Mapping[str, str]) -> set[str]:
-    return {key for key, given in mapping.items() if given == name}
+def _marked(value: Any, marks: list[str]) -> Any:
+    """A value with a number of its own in the place of each text and number, but for ids, types and the like."""
+    if isinstance(value, Mapping):
+        return {k: v if k == "type" or _says(str(k)) is None else _marked(v, marks) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_marked(part, marks) for part in value]
+    if isinstance(value, bool) or not [*_leaves(value)]:
+        return value
+    marks.append(str(971306428000000 + len(marks)))
+    return marks[-1] if isinstance(value, str) else int(marks[-1])
 
 
 def _leaves(value: Any) -> Iterator[Any]:

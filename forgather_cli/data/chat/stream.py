@@ -50,7 +50,8 @@ class ChatDocuments:
         """What decides, beside rows and tokenizer, which ids and targets are made of them."""
         option, template = self.chats.option, self.chats.template
         keys = [option.messages_key, list(option.mapping.items()), self.chats.ignored, *self.chats.dated.values()]
-        return [RULES, option.train_on, option.too_long, *keys, [template.source, template.special_tokens]]
+        rules = RULES if template.takes("user") == (False, True) else RULES - 1
+        return [rules, option.train_on, option.too_long, *keys, [template.source, template.special_tokens]]
 
     def __reduce__(self) -> Any:  # to a data worker: a compiled template cannot travel
         return ChatDocuments, self._given
@@ -59,14 +60,14 @@ class ChatDocuments:
         """Say what there is to say of the first rows' markers. Raises DataError where the rows have keys that carry
         meaning and that nothing reads."""
         chats = self.chats
-        keys = Keys(chats.option, shows_tools=chats.template.shows_tools)
+        keys = Keys(chats.option, chats.template)
         texts = [each.text for each in self._rendered(islice(rows, _LOOKED_AT), keys)]
         check_keys(chats.option, keys.found())
         tell_markers(chats.added, unknown_markers(chats, texts))
         self._left_out.clear()  # they are read again
 
     def read(self, rows: Iterator[dict[str, Any]]) -> Iterator[Rendered]:
-        return self._rendered(rows, Keys(self.chats.option, shows_tools=self.chats.template.shows_tools))
+        return self._rendered(rows, Keys(self.chats.option, self.chats.template))
 
     def _rendered(self, rows: Iterator[dict[str, Any]], keys: Keys) -> Iterator[Rendered]:
         option, _, features = self._given

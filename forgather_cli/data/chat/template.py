@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import cached_property
 from os.path import commonprefix
@@ -46,8 +46,28 @@ _RAISED = (
     ValueError,
 )  # fmt: skip
 _SENTINEL = "\u2063assistant\u2063turn\u2063"  # invisible separators: nothing that a template would strip or split
+_PROBE = '\u2063"\u2063'  # which looks otherwise within JSON and within Python's repr
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning, the standard one first
 _REASONING_KEYS = frozenset(_REASONING)
+
+
+class Joined(str):
+    """As one text what a record has in parts, or as a number."""
+
+    parts: Sequence[Any] = ()
+
+
+def as_text(content: Any) -> Any:
+    """A number, and parts that are all text, as one text; other content as it is."""
+    if type(content) in (int, float):
+        return Joined(content)
+    parts = content if isinstance(content, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
+    if not texts or len(texts) < len(parts):
+        return content
+    joined = Joined("".join(texts))
+    joined.parts = [{"type": "text", "text": text} for text in texts]
+    return joined
 
 
 class ChatTemplate:
@@ -64,6 +84,7 @@ class ChatTemplate:
         self.now = datetime.now()
         self._environment = environment = sandbox(lambda: self.now)
         self._given_up = ""
+        self._takes: dict[str, tuple[bool, bool]] = {}
         self._turns: Turns = environment.extensions[Turns.identifier]  # type: ignore[assignment]
         try:
             self._template = environment.from_string(source)
@@ -100,6 +121,19 @@ class ChatTemplate:
             return True
         others = [{name: value for name, value in message.items() if name != key} for message in messages]
         return self.render(messages, tools=tools) != self.render(others, tools=tools)
+
+    def takes(self, role: str) -> tuple[bool, bool]:
+        """Whether the template writes what a turn of this role says as text, and what it says in parts."""
+        if role not in self._takes:
+            self._takes[role] = True, True  # each as it is, while that is looked at
+            found = [False, False]
+            for number, content in enumerate((_PROBE, [{"type": "text", "text": _PROBE}])):
+                talk: list[Message] = [{"role": "user", "content": "?"}, {"role": role, "content": content}]
+                talk = talk[::-1] if role in ("system", "developer") else talk[role == "user" :]
+                with suppress(DataError):
+                    found[number] = _PROBE in self.render(talk)
+            self._takes[role] = found[0], found[1]
+        return self._takes[role]
 
     @cached_property
     def _names(self) -> set[str]:
@@ -194,6 +228,12 @@ class ChatTemplate:
             if not _REASONING_KEYS.isdisjoint(each):
                 reasoning = next(each[key] for key in _REASONING if key in each)
                 each = {"thinking": reasoning, **each, "reasoning_content": reasoning}
+            role, content = each.get("role"), each.get("content")
+            takes_text, takes_parts = self.takes(role) if isinstance(role, str) else (True, False)
+            if not (type(content) is str and takes_text) and isinstance(content := as_text(content), str):
+                parts = getattr(content, "parts", None)
+                in_parts = takes_parts and (parts or not takes_text)
+                each["content"] = (parts or [{"type": "text", "text": str(content)}]) if in_parts else str(content)
             plain.append(each)
         return {
             **self.special_tokens,
@@ -221,6 +261,8 @@ class _Made:
         self._template, self._messages, self._tools = template, messages, tools
         self._trace, self._shown = trace, shown
         self.text = "".join(trace.pieces)
+        self._prompts: dict[Any, tuple[str | None, bool]] = {}  # by kinds of turns, and whether the text has it there
+        self._last_question = max((i for i, each in enumerate(messages) if each.get("role") == "user"), default=-1)
 
     def blocks(self) -> tuple[list[Span], str]:
         """The spans of generation blocks; and where the text there is not what a block made, what is wrong."""
@@ -256,14 +298,17 @@ class _Made:
 
     def turns(self, wanted: Iterable[int], wrong: str) -> list[Span]:
         """What the assistant writes as these messages; ``wrong``: why generation blocks do not tell."""
-        spans: list[Span] = []
+        spans, made = list[Span](), {text for _, text in self._trace.blocks}
         for i in wanted:
             start, end = self._start(i), self._end(i)
             if start is None or end is None or not (spans[-1][1] if spans else 0) <= start <= end:
                 if self._rendered([*self._messages[:i], *self._messages[i + 1 :]]) == self.text:
                     continue  # nothing is written for it
                 raise self._untold(i, "begins" if start is None else "ends", wrong)
-            spans.append((start, self._end_written(i, start, end)))
+            end = self._end_written(i, start, end)
+            if wrong and self.text[start:end] not in made:  # it may have a header
+                raise self._untold(i, "begins", wrong)
+            spans.append((start, end))
         return spans
 
     def _end_written(self, i: int, start: int, end: int) -> int:
@@ -330,26 +375,33 @@ class _Made:
         return len(shown) if shown is not None and self.text.startswith(shown) else None
 
     def _start(self, i: int) -> int | None:
-        """Behind the generation prompt, or where a template that has another one there puts the content."""
+        """Behind the generation prompt, or where a template that has another one there puts the content.
+
+        Turns of one kind follow the same prompt, so that a few renderings tell it of a thousand.
+        """
         begin, end = self._written.get(i, (0, len(self.text)))
-        before = self._messages[:i]
-        prompt = self._rendered(before, add_generation_prompt=True)
-        if prompt is not None and self.text.startswith(prompt) and begin <= len(prompt) <= end:
-            return len(prompt)
-        around = self._around(self._messages, i)
-        content = len(around[0]) if around and self.text.startswith(around[0]) else None
-        shown = self._rendered(before)
-        if prompt is None or shown is None or i not in self._written:
-            return content
+        written, before, message = self.text[begin:end], self._messages[:i], self._messages[i]
+        kind: Any = None  # renderings of other prefixes tell nothing of this one
+        if i in self._written:
+            last, is_last = before[-1] if before else {}, i == len(self._messages) - 1
+            kind = last.get("role"), *last, *message, bool(message.get("content")), i > self._last_question, is_last
+        if kind is None or kind not in self._prompts:
+            prompt = self._rendered(before, add_generation_prompt=True)
+            is_here = prompt is not None and self.text.startswith(prompt) and begin <= len(prompt) <= end
+            shown = self.text[:begin] if is_here else None if kind is None else self._rendered(before)
+            header = None if prompt is None or shown is None else prompt[len(_shared(prompt, shown)) :]
+            self._prompts[kind] = header, is_here
+        header, is_here = self._prompts[kind]
+        if header == "":
+            return begin if is_here else end - len(written.lstrip())
         # earlier messages are shown otherwise, but the prompt ends with what begins this one, or with more than that:
         # <think>, which is taken out of turns that are not the last
-        written, header = self.text[begin:end], prompt[len(_shared(prompt, shown)) :]
-        if not header:
-            return end - len(written.lstrip())
-        given = _shared(header, written)
-        if not given:
-            return content
-        return begin + len(given) if content is None or given == header else min(begin + len(given), content)
+        given = _shared(header or "", written)
+        if given and (given == header or len(given) <= written.rfind(str(message.get("content") or "").strip())):
+            return begin + len(given)
+        around = self._around(self._messages, i)
+        content = len(around[0]) if around and self.text.startswith(around[0]) else None
+        return content if not given else begin + len(given) if content is None else min(begin + len(given), content)
 
     def _end(self, i: int) -> int | None:
         """Where the next message begins. Templates that show this turn otherwise once another follows (Qwen3 takes its
