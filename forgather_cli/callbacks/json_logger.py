@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from functools import cached_property
@@ -15,7 +13,7 @@ from typing import Any, NamedTuple
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import JsonSettings
 from forgather_cli.documents.json_and_yaml import parse_json
-from forgather_cli.documents.regular_files import read_bytes, set_aside
+from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
 
 
 class RecordFile:
@@ -82,19 +80,6 @@ class JsonLogger(BuiltIn[JsonSettings]):
             self._file.abandon(state.global_step)
 
 
-def append(path: Path, line: bytes) -> None:
-    """Add a line, whole or not at all. Opens the file anew: nothing is left open, however the run ends."""
-    with path.open("ab", buffering=0) as file:
-        end = file.tell()
-        try:
-            written = file.write(line)
-            if written < len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            file.truncate(end)
-            raise
-
-
 def plain(value: Any) -> Any:
     """``value`` as what JSON can hold: null for NaN and infinities, numbers for 0-dim tensors, text for the unknown."""
     if isinstance(value, bool | str) or value is None:
@@ -137,7 +122,7 @@ def _rewrite(path: Path, change: Callable[[_Record], _Record | None]) -> None:
         set_aside(path, f"{path}: cannot be read ({error})")
         return
     if kept != lines:  # also by a torn last line
-        replace_file(path, b"".join(kept))
+        write_whole(path, b"".join(kept), durable=True)
 
 
 def _marked(record: _Record) -> _Record:
@@ -154,13 +139,3 @@ def _record(line: bytes, number: int) -> _Record:
     if not isinstance(step, int):
         raise ValueError(f"line {number} has no step")
     return _Record(line, step, bool(record.get("abandoned")))
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Put ``content`` in the place of a file, whole whatever happens."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

@@ -21,10 +21,9 @@ from torch.utils._pytree import tree_map_only
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
-from forgather_cli.callbacks.json_logger import append, replace_file
 from forgather_cli.callbacks.tensorboard import indented
 from forgather_cli.config.schema import Sampling, TextgenSettings
-from forgather_cli.documents.regular_files import read_bytes, set_aside
+from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.terminal.bars import Bar
@@ -214,7 +213,7 @@ def cut_samples(path: Path, last_step: int) -> None:
         set_aside(path, f"{path}: cannot be read ({error})")
         return
     if kept != content:
-        replace_file(path, kept)
+        write_whole(path, kept, durable=True)
 
 
 def _encoded(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:

@@ -12,7 +12,7 @@ from forgather_cli.checkpoint.files import sync_directory
 from forgather_cli.documents.fields import COUNT, TEXT, FieldKind, check_fields, list_of, optional
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.documents.messages import sent
-from forgather_cli.documents.regular_files import read_bytes, set_aside
+from forgather_cli.documents.regular_files import append, read_bytes, set_aside
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir, resume_command
 
@@ -79,17 +79,9 @@ def read_rollbacks(run: RunDir, *, mends: bool = False) -> list[Rollback]:
 def append_rollback(run: RunDir, rollback: Rollback) -> None:
     """Add a rollback and make it durable, whole or not at all. Raises OSError."""
     line = json.dumps(asdict(rollback), allow_nan=False).encode() + b"\n"
-    with run.rollbacks.open("ab+", buffering=0) as file:
-        file.seek(0)
-        whole = file.read().rfind(b"\n") + 1
-        file.truncate(whole)  # a torn line of a job that was killed
-        try:
-            if file.write(line) < len(line):
-                raise OSError(28, os.strerror(28), str(run.rollbacks))  # ENOSPC
-            os.fsync(file.fileno())
-        except OSError:
-            file.truncate(whole)
-            raise
+    if run.rollbacks.exists():  # perhaps with a torn line of a job that was killed
+        os.truncate(run.rollbacks, read_bytes(run.rollbacks).rfind(b"\n") + 1)
+    append(run.rollbacks, line, durable=True)
     sync_directory(run.root)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from forgather_cli.diloco.samples import Range, as_ranges
 from forgather_cli.documents.json_and_yaml import parse_json
-from forgather_cli.documents.regular_files import read_bytes
+from forgather_cli.documents.regular_files import append, read_bytes
 from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import shown
 
@@ -214,13 +214,4 @@ def hashes_of(dropped: Path) -> set[str]:
 
 def write_line(path: Path, line: Line) -> None:
     """Append a line and sync it. Raises OSError; then the file is as it was."""
-    end = path.stat().st_size if path.exists() else 0
-    with path.open("ab", buffering=0) as file:
-        try:
-            text = line.to_json().encode() + b"\n"
-            if file.write(text) < len(text):
-                raise OSError(28, os.strerror(28), str(path))
-            os.fsync(file.fileno())
-        except OSError:
-            file.truncate(end)
-            raise
+    append(path, line.to_json().encode() + b"\n", durable=True)

@@ -168,13 +168,36 @@ def file_inside(directory: Path, name: object) -> Path:
     return directory / name
 
 
-def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write a file that is whole as soon as it is there. Raises OSError; what was at ``path`` is there still then."""
+def write_whole(path: Path, content: str | bytes, mode: int = 0o666, *, durable: bool = False) -> None:
+    """Write a file that is whole as soon as it is there. Raises OSError; what was at ``path`` is there still then.
+
+    ``durable``: it is on the disk before it takes the other's place.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")
     try:
         with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
             # the name of a file may hold bytes that are no UTF-8: JSON and YAML have such escapes
             file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append(path: Path, content: bytes, *, durable: bool = False) -> None:
+    """Add to the end of a file, whole or not at all, and opened anew: nothing is left open, however the run ends.
+
+    ``durable``: it is on the disk then. Raises OSError.
+    """
+    with path.open("ab", buffering=0) as file:
+        end = file.tell()
+        try:
+            if file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            if durable:
+                os.fsync(file.fileno())
+        except OSError:
+            file.truncate(end)
+            raise

@@ -136,13 +136,14 @@ def check_keys(option: InstructSettings, found: Mapping[str, Any]) -> None:
     of ``data.mapping`` that no record has. ``found``: by ``Keys``."""
     if absent := found["absent"]:
         raise DataError(f"data.mapping: no record has {', '.join(map(repr, absent))}; mend the name, or leave it out")
-    if earlier := ", ".join(
-        f"{key!r} (in {rows:,} of {found['rows']:,} rows)" for key, rows in found["earlier"].items()
-    ):
-        _log.warning("data.chat_template: it writes %s of the last turns alone; others are learned without", earlier)
     carry = {key: rows for key, rows in found["carry"].items() if key not in option.ignore}
+    earlier, told = (
+        ", ".join(f"{key!r} (in {rows:,} of {found['rows']:,} rows)" for key, rows in keys.items())
+        for keys in (found["earlier"], carry)
+    )
+    if earlier:
+        _log.warning("data.chat_template: it writes %s of the last turns alone; others are learned without", earlier)
     if carry:
-        told = ", ".join(f"{key!r} (in {rows:,} of {found['rows']:,} rows)" for key, rows in carry.items())
         ignore = shlex.quote(f"data.ignore=[{','.join(map(_typed, [*option.ignore, *carry]))}]")
         setting = "files" if option.files else "dataset"
         raise DataError(
