@@ -238,13 +238,13 @@ def _by_transformers(directory: Path, sample: Sample, vocab: int, *, exact: bool
 
 def _texts(directory: Path, sample: Sample) -> Iterator[list[Any]]:
     """Texts and a chat, and what tokens training makes of each: see ``plain_transformers.main``."""
-    tokenizer, template = FileTokenizer(directory), ChatTemplate.of(directory)
+    tokenizer = FileTokenizer(directory)
     added = [tokenizer.decode([number]) for number in sorted(tokenizer.added_ids)]
     spelled = [f"before{token} after\n{token}word {token}" for token in added]
     texts = (*HARD, BUILT_IN, *spelled, *(tokenizer.decode(ids[0].tolist()) for ids, _ in sample.sequences))
     asked: list[tuple[Any, str]] = [(text, text) for text in texts]
-    if template is not None:
-        with contextlib.suppress(DataError):  # some refuse such a conversation
+    with contextlib.suppress(DataError):  # of a template that does not compile, or refuses such a conversation
+        if (template := ChatTemplate.of(directory)) is not None:
             asked.append((MESSAGES, template.render(MESSAGES, add_generation_prompt=True)))
     for text, plain in asked:
         ids = tokenizer.encode(plain)

@@ -13,8 +13,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.config.schema import DataOption, DecoderSettings
-from forgather_cli.config.schema.decoder import family_of
+from forgather_cli.config.schema import DataOption, DecoderSettings, family_of
 from forgather_cli.data.text.piecewise import QWEN_2
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError
