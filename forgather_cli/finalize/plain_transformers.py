@@ -124,11 +124,11 @@ def main(directory: str, given: str, made: str, vocab: int, keep: int, device: s
     from safetensors.torch import load_file, save_file
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=paired)
-    for text, ids, around, decoded in json.loads(Path(given).with_name("texts.json").read_text()):
+    for text, *wanted in json.loads(Path(given).with_name("texts.json").read_text()):
         if isinstance(text, list):
             text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
-        found = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(text), tokenizer.decode(ids)
-        if found != (ids, around, decoded):
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        if [ids, tokenizer.encode(text), tokenizer.decode(wanted[0])] != wanted:
             sys.exit(f"{OTHER_IDS} {text!r:.60} by {type(tokenizer).__name__}, which AutoTokenizer takes")
     auto = transformers.AutoModelForSeq2SeqLM if paired else transformers.AutoModelForCausalLM
     adapter, how = Path(directory, "adapter_config.json"), {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import transformers
 from finalized import refused
-from program import forgather
+from program import forgather, modules_after
 from tiny import decoder
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -49,7 +49,10 @@ def by_pattern(directory: Path, pattern: str, *, nfc: bool = False, **config: An
     if nfc:
         tokenizer.normalizer = normalizers.NFC()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    return _written(tokenizer, directory, SPECIAL, 700, {"eos_token": SPECIAL[0], **config}, initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    return _written(tokenizer, directory, SPECIAL, trainer, {"eos_token": SPECIAL[0], **config})
 
 
 def like_llama_2(directory: Path) -> Path:
@@ -58,20 +61,17 @@ def like_llama_2(directory: Path) -> Path:
     sequence = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(sequence)
     special = ["<unk>", "<s>", "</s>"]
-    tokenizer.add_special_tokens([*special, *(f"<0x{number:02X}>" for number in range(256))])
+    of_bytes = [f"<0x{number:02X}>" for number in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=800, special_tokens=[*special, *of_bytes], show_progress=False)
     names = dict(zip(("unk_token", "bos_token", "eos_token"), special, strict=True))
-    _written(tokenizer, directory, special, 800, {"tokenizer_class": "LlamaTokenizer", **names})
+    _written(tokenizer, directory, special, trainer, {"tokenizer_class": "LlamaTokenizer", **names})
     made = Tokenizer.from_file(str(directory / "tokenizer.json"))
     made.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     made.save(str(directory / "tokenizer.json"))
     return directory
 
 
-def _written(
-    tokenizer: Tokenizer, directory: Path, special: list[str], size: int, config: dict[str, Any], **trained: Any
-) -> Path:
-    of_bytes = [] if trained else [f"<0x{number:02X}>" for number in range(256)]
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=[*special, *of_bytes], show_progress=False, **trained)
+def _written(tokenizer: Tokenizer, directory: Path, special: list[str], trainer: Any, config: dict[str, Any]) -> Path:
     tokenizer.train_from_iterator(LEARNED, trainer)
     document = json.loads(tokenizer.to_str())
     document["added_tokens"] = [each for each in document["added_tokens"] if each["content"] in special]
@@ -80,6 +80,27 @@ def _written(
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     (directory / "chat_template.jinja").write_text(CHATML)
     return directory
+
+
+def word_pieces(directory: Path) -> Path:
+    """Cased, which the class is not unless it is told."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    special = ["[UNK]", "[SEP]", "[CLS]"]
+    config = {"tokenizer_class": "BertTokenizer", "eos_token": "[SEP]", "clean_up_tokenization_spaces": True}
+    trainer = trainers.WordPieceTrainer(vocab_size=300, special_tokens=special, show_progress=False)
+    return _written(tokenizer, directory, special, trainer, config)
+
+
+def unigram(directory: Path) -> Path:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    special = ["<unk>", "</s>"]
+    trainer = trainers.UnigramTrainer(vocab_size=300, special_tokens=special, unk_token="<unk>", show_progress=False)
+    return _written(tokenizer, directory, special, trainer, {"tokenizer_class": "T5Tokenizer", "eos_token": "</s>"})
 
 
 def own_bpe(directory: Path) -> Path:
@@ -94,6 +115,8 @@ SOURCES = {
     "gpt2": lambda directory: by_pattern(directory, LLAMA_3, tokenizer_class="GPT2Tokenizer"),
     "qwen2": lambda directory: by_pattern(directory, GPT_2, tokenizer_class="Qwen2TokenizerFast"),
     "llama": like_llama_2,
+    "bert": word_pieces,
+    "t5": unigram,
 }
 
 
@@ -113,9 +136,9 @@ def texts() -> list[str]:
     return [*HARD, BUILT_IN, "cafe\u0301 A\u030angstro\u0308m", *drawn]
 
 
-@pytest.mark.parametrize("shape", [{}, {"qk_norm": True}], ids=["llama", "qwen3"])
 @pytest.mark.parametrize("source", SOURCES)
-def test_what_is_written_gives_the_ids_of_training(source: str, shape: dict[str, Any]) -> None:
+def test_what_is_written_gives_the_ids_of_training(source: str) -> None:
+    shape = {"qk_norm": source in ("own", "no class", "qwen2", "t5")}  # a Qwen3, or a Llama
     ours = FileTokenizer(SOURCES[source](Path("tokenizer")))
     model_of(Path("source"), ours, **shape)
     ours.save(Path("copy"))
@@ -144,6 +167,8 @@ def test_a_class_that_is_taken_whatever_is_written_is_refused(capsys: pytest.Cap
     theirs = transformers.AutoTokenizer.from_pretrained("source")
     assert sum(theirs.encode(text) != ours.encode(text) for text in texts()) > 90
     message = refused(capsys, "source", "model", code=1)
+    kept = transformers.PreTrainedTokenizerFast.from_pretrained("source")
+    assert [kept.encode(text) for text in texts()] == [ours.encode(text) for text in texts()]
     for word in ("Qwen2Tokenizer", "data.tokenizer", "attention_output_bias=null", "qk_norm=true"):
         assert word in message
 
@@ -157,22 +182,22 @@ def test_with_a_tokenizer_like_that_class_it_is_not_refused(capsys: pytest.Captu
     assert [theirs.encode(text) for text in texts()] == [ours.encode(text) for text in texts()]
 
 
-def test_the_start_of_a_run_says_so_once(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_start_of_a_run_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     by_pattern(Path("like"), QWEN_2, nfc=True)
     by_pattern(Path("unlike"), QWEN_2)
+    own = ["model.hidden_size=32", "model.num_hidden_layers=1", "model.num_attention_heads=2"]
     qwen2 = ["model.attention_bias=true", "model.attention_output_bias=false", "model.qk_norm=false"]
     run = ["data=synthetic", "seq_len=16", "num_samples=8", "num_eval_samples=4", "global_batch_size=4", "max_steps=1",
-           "save_strategy=no", "callbacks=minimal", "device=cpu", "model.hidden_size=32", "model.num_hidden_layers=1",
-           "model.num_attention_heads=2"]  # fmt: skip
-    gpt = "model.config={model_type: qwen2, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, " \
+           "save_strategy=no", "callbacks=minimal", "device=cpu"]  # fmt: skip
+    theirs = "model.config={model_type: qwen2, hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, " \
           "num_key_value_heads: 2, intermediate_size: 16}"  # fmt: skip
     for number, (expected, *words) in enumerate(
         [
-            (1, *run, *qwen2),
-            (1, *run, *qwen2, "tokenizer=unlike"),
-            (0, *run, *qwen2, "tokenizer=like"),
-            (0, *run, "model.attention_bias=true", "model.qk_norm=true", "model.attention_output_bias=null"),
-            (1, "model=transformers", *run[:9], gpt),
+            (1, *run, *own, *qwen2),
+            (1, *run, *own, *qwen2, "tokenizer=unlike"),
+            (0, *run, *own, *qwen2, "tokenizer=like"),
+            (0, *run, *own, "model.attention_bias=true", "model.qk_norm=true", "model.attention_output_bias=null"),
+            (1, "model=transformers", *run, theirs),
         ]
     ):
         for command in (["plan"], ["train", f"output_dir=run{number}"]):
@@ -181,6 +206,13 @@ def test_the_start_of_a_run_says_so_once(caplog: pytest.LogCaptureFixture, capfd
             told = [record.message for record in caplog.records if "of type qwen2" in record.message]
             assert len(told) == expected, (command, words)
             assert all("data.tokenizer=" in each and "qk_norm=true" in each for each in told)
+
+
+def test_to_say_so_imports_no_transformers() -> None:
+    told = "warn_of_other_ids(N(config=N(model_type='qwen2')), SyntheticSettings())"
+    modules = "forgather_cli.config.schema import SyntheticSettings", "forgather_cli.data.text.auto_tokenizer import *"
+    code = "\n".join([*(f"from {each}" for each in ("types import SimpleNamespace as N", *modules)), told])
+    assert not {"torch", "transformers", "tokenizers"} & modules_after(code)
 
 
 def test_the_types_with_a_class_of_their_own_are_those_of_the_library(caplog: pytest.LogCaptureFixture) -> None:
