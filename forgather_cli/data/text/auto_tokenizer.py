@@ -1,4 +1,4 @@
-"""What transformers' ``AutoTokenizer`` makes of a tokenizer's files (5.18 to 5.24).
+"""What transformers' ``AutoTokenizer`` makes of a tokenizer's files (5.24; 5.18 chooses classes alike).
 
 ``PreTrainedTokenizerFast``, the class in the tokenizer_config.json that we write, keeps tokenizer.json as it is. Most
 other classes take vocabulary, merges and post-processor from it, and have splitting, normalizer and decoder of their
