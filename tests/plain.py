@@ -56,7 +56,7 @@ def _run(client: socket.socket) -> NoReturn:
     os._exit(code)
 
 
-for _name in ("auto.modeling_auto", "llama.modeling_llama", "qwen3.modeling_qwen3"):
+for _name in ("auto.modeling_auto", "auto.tokenization_auto", "llama.modeling_llama", "qwen3.modeling_qwen3"):
     importlib.import_module(f"transformers.models.{_name}")
 importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("llama")  # makes all
 assert "forgather_cli" not in sys.modules

@@ -58,7 +58,7 @@ ALLOWED = {
     },
     "trainer": {
         "adapters", "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint",
-        "data.loaders",
+        "data.loaders", "data.text.auto_tokenizer",
         "data.chat.ends", "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "quantized.convert", "targets",

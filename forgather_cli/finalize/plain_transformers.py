@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 _SIDES = ("input_ids", "decoder_input_ids")
 Rounding = torch.dtype | Callable[[Tensor], Tensor] | None
+OTHER_IDS = "other token ids than in training, or other text of them, for"
 _CHUNK = 64  # tokens whose probabilities are in memory at a time
 
 
@@ -112,6 +113,9 @@ def _swapping(modules: Iterable[nn.Module], rounding: Rounding) -> tuple[Callabl
 def main(directory: str, given: str, made: str, vocab: int, keep: int, device: str, exact: bool, paired: bool) -> None:
     """Load ``directory`` and measure it on the safetensors file ``given``; a line is printed after each sequence.
 
+    ``texts.json`` beside ``given`` has texts and chats, and of each the ids alone, those with what stands around them,
+    and the text of the former. Where the tokenizer makes something else of one, the script ends with ``OTHER_IDS``.
+
     The file ``made`` gets ``losses`` and for each sequence ``N.logits``, and of an encoder-decoder (``paired``), which
     brings its class, ``greedy``: the tokens that ``generate`` writes to the first. ``exact``: compute in fp32.
     """
@@ -119,6 +123,13 @@ def main(directory: str, given: str, made: str, vocab: int, keep: int, device: s
     import transformers
     from safetensors.torch import load_file, save_file
 
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=paired)
+    for text, *wanted in json.loads(Path(given).with_name("texts.json").read_text()):
+        if isinstance(text, list):
+            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
+        if [ids, tokenizer.encode(text), tokenizer.decode(wanted[0])] != wanted:
+            sys.exit(f"{OTHER_IDS} {text!r:.60} by {type(tokenizer).__name__}, which AutoTokenizer takes")
     auto = transformers.AutoModelForSeq2SeqLM if paired else transformers.AutoModelForCausalLM
     adapter, how = Path(directory, "adapter_config.json"), {}
     base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory

@@ -21,6 +21,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forgather_cli.data.chat.template import ChatTemplate
+from forgather_cli.data.text.auto_tokenizer import REMEDY
+from forgather_cli.data.text.piecewise import HARD
+from forgather_cli.data.text.tokenizer import FileTokenizer
 from forgather_cli.distributed import pick_device
-from forgather_cli.errors import ModelError, ProofError
+from forgather_cli.errors import DataError, ModelError, ProofError
 from forgather_cli.finalize import plain_transformers
 from forgather_cli.finalize.options import MERGE_BOUND, FinalizeOptions
-from forgather_cli.finalize.sample import Sample
+from forgather_cli.finalize.sample import BUILT_IN, MESSAGES, Sample
 from forgather_cli.inference.source import Located, load_located
 from forgather_cli.loss import model_logits
 from forgather_cli.models.generate import generate
@@ -205,6 +210,7 @@ def _by_transformers(directory: Path, sample: Sample, vocab: int, *, exact: bool
             "paired": bool(sample.sources),
         }
         save_file(sample.tensors(), settings["given"])
+        Path(folder, "texts.json").write_text(json.dumps(list(_texts(directory, sample))))
         # -P: the folder of the script, which has modules of ours, is not searched
         command = [sys.executable, "-P", plain_transformers.__file__, json.dumps(settings)]
         environment = {**os.environ, "HF_MODULES_CACHE": folder}
@@ -221,11 +227,28 @@ def _by_transformers(directory: Path, sample: Sample, vocab: int, *, exact: bool
         said = Path(folder, "errors").read_text(encoding="utf-8", errors="replace").strip().splitlines()
         if process.returncode:
             why = said[-1] if said and process.returncode > 0 else f"exit code {process.returncode}"
+            if why.startswith(plain_transformers.OTHER_IDS):
+                raise ProofError(f"the result is not the source's model: {why}; nothing was written: {REMEDY}")
             raise ModelError(f"transformers cannot load and run the result ({why})")
         found = load_file(settings["made"])
     losses = found["losses"].tolist()
     logits = torch.cat([found[f"{number}.logits"] for number in range(len(losses))])
     return Measured(losses, sample.num_targets, logits, found.get("greedy"))
+
+
+def _texts(directory: Path, sample: Sample) -> Iterator[list[Any]]:
+    """Texts and a chat, and what tokens training makes of each: see ``plain_transformers.main``."""
+    tokenizer = FileTokenizer(directory)
+    added = [tokenizer.decode([number]) for number in sorted(tokenizer.added_ids)]
+    spelled = [f"before{token} after\n{token}word {token}" for token in added]
+    texts = (*HARD, BUILT_IN, *spelled, *(tokenizer.decode(ids[0].tolist()) for ids, _ in sample.sequences))
+    asked: list[tuple[Any, str]] = [(text, text) for text in texts]
+    with contextlib.suppress(DataError):  # of a template that does not compile, or refuses such a conversation
+        if (template := ChatTemplate.of(directory)) is not None:
+            asked.append((MESSAGES, template.render(MESSAGES, add_generation_prompt=True)))
+    for text, plain in asked:
+        ids = tokenizer.encode(plain)
+        yield [text, ids, [*tokenizer.prefix_tokens, *ids, *tokenizer.suffix_tokens], tokenizer.decode(ids)]
 
 
 def _greedy(directory: Path, sample: Sample) -> Tensor:

@@ -46,6 +46,12 @@ What is the capital of France? The capital of France is Paris. Water boils at 10
 about 93 degrees in Denver. Der Zug nach Berlin fährt um 7:45 Uhr von Gleis 3 ab. Le musée est fermé le mardi.
 '''
 
+MESSAGES = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "Why?\n"},
+]
+
 
 @dataclass(frozen=True)
 class Sample:

@@ -36,7 +36,7 @@ from forgather_cli.data.chat.template import ChatTemplate
 from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.errors import DataError, ProofError
 from forgather_cli.finalize.plain_transformers import in_fp32
-from forgather_cli.finalize.sample import BUILT_IN, Sample
+from forgather_cli.finalize.sample import BUILT_IN, MESSAGES, Sample
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.reader import llama_cpp, version
 from forgather_cli.gguf.vocabulary import PHRASES, added_tokens
@@ -55,11 +55,6 @@ MOST_ROUNDING = 0.2
 """By how much rounding the inputs of products may move the median log-probability: nats."""
 RATIO_BOUND = 1.02
 """How many times the source's perplexity that of Q8_0 may be."""
-_MESSAGES = [
-    {"role": "user", "content": "What is 2 + 2?"},
-    {"role": "assistant", "content": "It is 4."},
-    {"role": "user", "content": "Why?\n"},
-]
 
 
 @dataclass(frozen=True)
@@ -190,7 +185,7 @@ def prove(
         plain=plain_token(tokenizer),
         texts=texts,
         special=special[:64],
-        messages=None if template is None else _MESSAGES,
+        messages=None if template is None else MESSAGES,
     )
     found = torch.full_like(expected.stored, -math.inf)
     for row, (ids, values) in zip(found, made["likeliest"], strict=True):
@@ -255,7 +250,7 @@ def prove(
 
 def _compare_chat(file: Path, template: ChatTemplate, tokenizer: Tokenizer, made: dict[str, Any]) -> str:
     try:
-        prompt = template.render(_MESSAGES, add_generation_prompt=True)
+        prompt = template.render(MESSAGES, add_generation_prompt=True)
     except DataError as error:
         return f"not compared: {error}"
     if "error" in made:

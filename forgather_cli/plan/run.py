@@ -142,11 +142,13 @@ def _known(config: Config) -> Config:
 
 def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) -> RunPlan:
     """What follows from the model. Without a length of sequences neither operations nor activations are known."""
+    from forgather_cli.data.text.auto_tokenizer import warn_of_other_ids
     from forgather_cli.models.pretrained import architecture
     from forgather_cli.trainer.metrics import Flops
 
     seq_len = made.seq_len
     model, rows, stages, memory_of = _on_meta(config, vocab_size, num_new, seq_len, made.world_size)
+    warn_of_other_ids(model, config.data)
     piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
     optimizer, total = optimizer_bytes(rows), sum(row.numel for row in rows)
     base = 0 if isinstance(config.adapter, NoAdapter) else frozen_bytes(rows)  # which a checkpoint has by its hash

@@ -21,6 +21,7 @@ from forgather_cli.callbacks.base import BuiltIn, CallbackList, TrainerControl, 
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config
 from forgather_cli.data.loaders.collate import Step
+from forgather_cli.data.text.auto_tokenizer import warn_of_other_ids
 from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
 from forgather_cli.errors import PartError
 from forgather_cli.launch.exit_status import ExitStatus
@@ -193,6 +194,8 @@ class Loop:
         if reader is not None and config.seed < 0:
             run.seed = drawn_seed(reader)
 
+        if run.world.rank == 0:
+            warn_of_other_ids(self.model, config.data)
         model: Any = getattr(self.model, "config", None)  # of a class of transformers
         model = model.get_text_config() if hasattr(model, "get_text_config") else model
         if run.world.rank == 0 and (coefficient := getattr(model, "router_aux_loss_coef", None)):

@@ -405,7 +405,7 @@ class FileTokenizer:
         token = self._tokenizer.id_to_token(number) if number >= 0 else None
         if token is None:
             return None
-        if number in self._added_ids:
+        if number in self.added_ids:
             return token.encode()
         if self._byte_letters is not None:
             return bytes(self._byte_letters[letter] for letter in token)
@@ -424,7 +424,8 @@ class FileTokenizer:
         return [number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
 
     @cached_property
-    def _added_ids(self) -> set[int]:
+    def added_ids(self) -> set[int]:
+        """Of the tokens that are found as they stand, special or not."""
         return set(self._tokenizer.get_added_tokens_decoder())
 
     @cached_property
@@ -460,9 +461,13 @@ class FileTokenizer:
         templates = self._directory / "additional_chat_templates"
         if templates.is_dir() and self._directory.resolve() != directory.resolve():
             shutil.copytree(templates, directory / templates.name, dirs_exist_ok=True)
-        if not (directory / "tokenizer_config.json").exists():
-            names = {"eos_token": self.eos_token_id, "bos_token": self.bos_token_id, "pad_token": self.pad_token_id}
-            _write_config({k: self._tokenizer.id_to_token(v) for k, v in names.items() if v is not None}, directory)
+        settings = _read_object(directory / "tokenizer_config.json")
+        names = {"eos_token": self.eos_token_id, "bos_token": self.bos_token_id}
+        names |= {} if settings else {"pad_token": self.pad_token_id}
+        if str(settings.get("tokenizer_class")).startswith(("Llama", "CodeLlama", "Gemma", "Cohere")):  # as they do
+            settings.setdefault("padding_side", "left")
+        named = {k: self._tokenizer.id_to_token(v) for k, v in names.items() if v is not None and not settings.get(k)}
+        _write_config(settings | named, directory)
         _write_chat_template(self._chat_template, directory)
 
 
@@ -536,8 +541,9 @@ def _write(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
     _write_config({"eos_token": END, "bos_token": END, "pad_token": END}, directory)
 
 
-def _write_config(special: dict[str, Any], directory: Path) -> None:
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **special}
+def _write_config(settings: dict[str, Any], directory: Path) -> None:
+    """``tokenizer_config.json`` with the class that keeps ``tokenizer.json``: see ``auto_tokenizer.py``."""
+    config = {**settings, "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
