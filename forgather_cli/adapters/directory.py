@@ -236,9 +236,12 @@ def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
     directory = Path(settings.from_adapter).expanduser()
     if not (directory / CONFIG).is_file():
         raise ModelError(f"adapter.from_adapter: {directory} has no {CONFIG}; give the directory of an adapter")
-    found, differ = read_adapter(directory), []
-    for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+    found = read_adapter(directory)
+    differ: list[str] = []
+    for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"):
         there, here = getattr(found.settings, key), getattr(settings, key)
+        if key == "target_modules" and not differ:  # in other words it may mean the same layers
+            continue
         if there != here and (key != "type" or {there, here} != {"lora", "qlora"}):  # which are the same matrices
             name = "adapter" if key == "type" else f"adapter.{key}"
             differ.append(f"{name}={typed(there)} (got {typed(here)})")

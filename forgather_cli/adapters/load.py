@@ -171,13 +171,11 @@ def check_as_peft(part: nn.Module, adapter: AdapterDirectory) -> None:
         raise ModelError(
             f"{adapter.path}: peft, which has written it, cannot load it ({error}); save it again"
         ) from error
-    theirs = {
-        f"{own_name(name).replace('.base_layer', '')}.{getattr(each, 'parameter_name', 'weight')}": each.scaling[
-            "default"
-        ]
-        for name, each in model.named_modules()
-        if isinstance(each, peft.tuners.lora.LoraLayer)
-    }
+    theirs: dict[str, float] = {}
+    for name, each in model.named_modules():
+        if isinstance(each, peft.tuners.lora.LoraLayer):
+            path = own_name(name).replace(".base_layer", "")
+            theirs[f"{path}.{getattr(each, 'parameter_name', 'weight')}"] = each.scaling["default"]
     for path, layer in adapted_layers(part):
         for own in () if isinstance(layer, TokenRows) else layer.adapted:
             shape = layer.adapters[own] if isinstance(layer, AdaptedParameters) else layer.adapter

@@ -90,12 +90,12 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         account.append(
             f"peft 0.21 may take {', '.join(taken)} for layers of experts; give it what finalize --merge makes"
         )
-    kind = getattr(getattr(getattr(model, "theirs", model), "config", None), "model_type", None)
+    family = getattr(getattr(getattr(model, "theirs", model), "config", None), "model_type", None)
     kinds = dict.fromkeys(name.rpartition(".")[2] for name in layers)
-    if kind in _MAMBAS and "out_proj" in kinds:
+    if family in _MAMBAS and "out_proj" in kinds:
         account.append(
-            f"peft 0.21 refuses adapters of out_proj in {kind}, whose kernels multiply with its weight alone: to leave "
-            f"it out set adapter.target_modules=[{','.join(each for each in kinds if each != 'out_proj')}]"
+            f"peft 0.21 refuses adapters of out_proj in {family}, whose kernels multiply with its weight alone: to "
+            f"leave it out set adapter.target_modules=[{','.join(each for each in kinds if each != 'out_proj')}]"
         )
     attach_adapters(model, settings, layers, parameters, dtype)
     account += _add_rows(model, settings, config, dtype)

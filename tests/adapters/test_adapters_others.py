@@ -11,6 +11,7 @@ import pytest
 import test_adapters_experts as experts
 import test_adapters_peft as against_peft
 import test_adapters_runs as runs
+import test_adapters_strategies as strategies
 import tiny
 import torch
 from finalized import refused
@@ -37,6 +38,7 @@ from forgather_cli.adapters.load import with_adapter
 from forgather_cli.adapters.merge import write_merged
 from forgather_cli.adapters.model import adapt
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
+from forgather_cli.config.load import reload_config
 from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import ModelError, ProofError
@@ -211,6 +213,17 @@ def test_copies_of_the_bases_embeddings_are_known_for_what_they_are(
     assert "holds another" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "pipeline"])
+def test_ranks_go_on_from_an_adapter_of_peft(layout: str, bases: dict[str, Path]) -> None:
+    """With copies of the embeddings, of which each rank has its part."""
+    of_peft(bases["llama"], **EMBEDDINGS["targeted"][1])
+    assert any("base_layer" in name for name in load_file(Path("peft", WEIGHTS)))
+    on = ("adapter=lora", "adapter.from_adapter=peft", "max_steps=1", "learning_rate=0", *strategies.LAYOUTS[layout])
+    assert forgather(*runs.words(bases["llama"], *on)) == 0
+    stored = load_file(Path("peft", WEIGHTS))
+    assert equal(load_file(runs.newest("run") / WEIGHTS), {n: t for n, t in stored.items() if "base_layer" not in n})
+
+
 def test_what_was_trained_whole_is_not_dropped_in_silence(
     bases: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -342,11 +355,17 @@ def test_every_setting_that_differs_is_named_at_once(
     found = json.loads(Path("peft", CONFIG).read_text())
     assert found["rank_pattern"]  # by itself, of experts that are fused
     on = ("model=transformers", "adapter=lora", "adapter.from_adapter=peft", "max_steps=1", "learning_rate=0")
-    wrong = ("adapter.r=3", "lora_alpha=5", "rank_pattern={q_proj: 2}", "alpha_pattern={q_proj: 7}")
+    wrong = (
+        "adapter.r=3",
+        "lora_alpha=5",
+        "rank_pattern={q_proj: 2}",
+        "alpha_pattern={q_proj: 7}",
+        "target_modules=[q_proj]",
+    )
     assert forgather(*runs.words(bases["mixtral"], *on, *wrong)) == 2
     said = " ".join(capsys.readouterr().err.split())
-    for each in ("adapter.r=4 (got 3)", "adapter.lora_alpha=8", "adapter.rank_pattern={", "adapter.alpha_pattern={"):
-        assert each in said
+    for each in ("r=4 (got 3)", "lora_alpha=8", "rank_pattern={", "alpha_pattern={", "target_modules=["):
+        assert f"adapter.{each}" in said
     assert forgather(*runs.words(bases["mixtral"], *on)) == 0
     assert equal(load_file(runs.newest("run") / WEIGHTS), load_file(f"peft/{WEIGHTS}"))
     assert forgather(*runs.words(bases["mixtral"], *on, "adapter.r=3", "output_dir=other")) == 2  # not taken for it
@@ -361,6 +380,9 @@ def test_without_settings_the_adapters_own_are_taken(bases: dict[str, Path]) -> 
     assert forgather(*runs.words(bases["mixtral"], *on)) == 0
     assert equal(load_file(runs.newest("run") / WEIGHTS), load_file(f"peft/{WEIGHTS}"))
     assert forgather("resume", "run", "max_steps=2") == 0
+    targets = ("target_modules='.*q_proj'", "output_dir=named")
+    assert forgather(*runs.words(bases["mixtral"], *on, *targets)) == 0
+    assert reload_config(Path("named"), []).config.adapter.target_modules == ".*q_proj"  # a resume has the run's
 
 
 @pytest.mark.parametrize("family", ["gpt2", "neox"])
