@@ -76,7 +76,7 @@ def check_model(config: Config) -> None:
     if is_adapter_directory(model_in(path)):
         raise ModelError(
             f"{setting}: {path} is an adapter; name the model that it is for, and set adapter=lora (or dora) and "
-            f"adapter.init_from={model_in(path)} to go on from it"
+            f"adapter.from_adapter={model_in(path)} to go on from it"
         )
     if is_checkpoint(path):
         raise ModelError(

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from forgather_cli.adapters.layers import TokenRows, adapted_layers, is_adapter
 from forgather_cli.adapters.targets import OF_EXPERTS, targets
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.decode import decode_settings
-from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings
+from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings, typed
 from forgather_cli.data.cache import Cache
 from forgather_cli.data.text.corpus import content_hash
 from forgather_cli.data.text.read import SourceFile
@@ -137,13 +138,17 @@ class AdapterDirectory:
     base: Path
     trainable: list[str] | None
     """What trains its ``modules_to_save`` again."""
+    is_of_peft: bool
+    """Peft has written it, and is here to load it."""
 
 
 _HARMLESS = (
     "peft_type", "peft_version", "task_type", "inference_mode", "revision", "base_model_name_or_path", "bias",
     "fan_in_fan_out", "modules_to_save", "megatron_core", "runtime_config", "use_dora", "init_lora_weights",
-    "qalora_group_size", "save_embedding_layers",
+    "qalora_group_size", "save_embedding_layers", "auto_mapping", "eva_config",
 )  # fmt: skip
+_LEAVE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+"""Starts (``init_lora_weights``) beside which peft 0.21 does not change the base."""
 
 
 def read_adapter(directory: Path) -> AdapterDirectory:
@@ -155,6 +160,15 @@ def read_adapter(directory: Path) -> AdapterDirectory:
     kind = found.get("peft_type")
     if kind != "LORA":
         raise ModelError(f"{file}: peft_type must be LORA, got {kind!r}; other adapters are not read")
+    start = found.get("init_lora_weights", True)
+    if start not in _LEAVE_THE_BASE:
+        # the decomposition of these two gives the same base each time that peft loads them
+        again = "PeftModel.from_pretrained(BASE, ADAPTER)" if str(start).lower() in ("pissa", "olora") else "MODEL"
+        convert = "" if start == "loftq" else " or save_pretrained(DIR, path_initial_model_for_weight_conversion=START)"
+        raise ModelError(
+            f"{file}: init_lora_weights {start!r} changed the base too, so that this is no LoRA of it; convert it with "
+            f"peft: {again}.merge_and_unload().save_pretrained(WHOLE),{convert} where it was trained"
+        )
     known = ("r", "lora_alpha", "lora_dropout", "target_modules", "target_parameters", "use_rslora", "rank_pattern",
              "alpha_pattern", "trainable_token_indices")  # fmt: skip
     for key, value in found.items():
@@ -162,14 +176,7 @@ def read_adapter(directory: Path) -> AdapterDirectory:
             raise ModelError(f"{file}: {key} is not known here, got {value!r:.80}; merge the adapter with peft")
     if found.get("bias", "none") != "none":
         raise ModelError(f"{file}: bias must be none, got {found['bias']!r:.80}; merge the adapter with peft")
-    values = {key: found[key] for key in known if found.get(key) is not None}
-    for key in ("lora_alpha", "lora_dropout"):
-        if isinstance(values.get(key), int):
-            values[key] = float(values[key])
-    if isinstance(values.get("alpha_pattern"), dict):
-        values["alpha_pattern"] = {
-            key: float(value) if isinstance(value, int) else value for key, value in values["alpha_pattern"].items()
-        }
+    values = {"target_modules": [], **{key: found[key] for key in known if found.get(key) is not None}}
     cls: type[LoRASettings] = DoRASettings if found.get("use_dora") else LoRASettings
     if (directory / QUANTIZATION).is_file():
         cls, values = QLoRASettings, {**values, "double_quant": _double_quant(directory / QUANTIZATION, cls)}
@@ -194,7 +201,9 @@ def read_adapter(directory: Path) -> AdapterDirectory:
             "base_model_name_or_path"
         )
     trainable = [rf"(^|\.){re.escape(name)}\.[^.]*$" for name in saved] or None
-    return AdapterDirectory(directory, settings, place, trainable)
+    return AdapterDirectory(
+        directory, settings, place, trainable, "auto_mapping" in found and find_spec("peft") is not None
+    )
 
 
 def check_same_base(adapter: AdapterDirectory, base: Path) -> None:
@@ -228,11 +237,18 @@ def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
     if not (directory / CONFIG).is_file():
         raise ModelError(f"adapter.from_adapter: {directory} has no {CONFIG}; give the directory of an adapter")
     found = read_adapter(directory)
-    for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+    differ: list[str] = []
+    for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"):
         there, here = getattr(found.settings, key), getattr(settings, key)
-        if there != here and {there, here} != {"lora", "qlora"}:  # whose adapters are the same matrices
+        if key == "target_modules" and not differ:  # in other words it may mean the same layers
+            continue
+        if there != here and (key != "type" or {there, here} != {"lora", "qlora"}):  # which are the same matrices
             name = "adapter" if key == "type" else f"adapter.{key}"
-            raise ModelError(f"{name}: the adapter in {directory} has {there}, got {here}; set {name}={there}")
+            differ.append(f"{name}={typed(there)} (got {typed(here)})")
+    if differ:
+        raise ModelError(
+            f"adapter.from_adapter: {directory} has other settings; leave these out, or set {', '.join(differ)}"
+        )
     return found
 
 

@@ -196,7 +196,7 @@ class AdaptedEmbedding(Adapted):
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = super().forward(ids)
         low = F.embedding(ids, self.lora_embedding_A.T, getattr(self, "padding_idx", None)) @ self.lora_embedding_B.T
-        return out + low * self.adapter.scaling
+        return out + low * self.adapter.scaling * getattr(self, "embed_scale", 1.0)  # Gemma's
 
     @torch.no_grad()
     def merged(self, name: str = "weight") -> Tensor:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,11 +23,7 @@ from forgather_cli.adapters.directory import (
     check_same_base,
     own_name,
 )
-from forgather_cli.adapters.layers import (
-    adapted_layers,
-    is_adapter,
-    without_adapters,
-)
+from forgather_cli.adapters.layers import AdaptedParameters, TokenRows, adapted_layers, is_adapter, without_adapters
 from forgather_cli.adapters.model import attach_adapters, attach_rows_of, to_four_bits
 from forgather_cli.adapters.nf4 import packed_layers, read_packed, without
 from forgather_cli.adapters.targets import parameter_targets, targets
@@ -35,7 +34,8 @@ from forgather_cli.errors import ModelError
 from forgather_cli.models.build import tensor_reader
 from forgather_cli.models.parts import train_only
 from forgather_cli.precision import compute_dtype
-from forgather_cli.shards import fill_local, not_finite
+from forgather_cli.shards import fill_local, local, not_finite
+from forgather_cli.terminal.bars import doing
 
 
 def check_base(adapter: AdapterDirectory, reader: Reader | None) -> None:
@@ -95,6 +95,8 @@ def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Ca
         check_same_base(before, Path(option.path).expanduser())
 
     def fill(part: nn.Module) -> None:
+        if before is not None and before.is_of_peft:
+            check_as_peft(part, before)
         fill_base(part, config.model, init, compute_dtype(config.precision))
         if before is not None:
             fill_from(part, before)
@@ -118,6 +120,18 @@ def fill_from(part: nn.Module, adapter: AdapterDirectory) -> None:
     stored = {own_name(name): name for name in reader.specs}
     held: dict[str, Tensor] = dict(part.named_parameters(remove_duplicate=False))
     wanted = {name for name in held if is_adapter(name)}
+    for name in list(stored):
+        own, shape = name.replace(".base_layer.", "."), reader.specs[stored[name]].shape
+        if own not in held or is_adapter(own) or shape != tuple(held[own].shape):
+            continue
+        copy = held[own].detach().clone()
+        fill_local(copy, reader.read(stored[name]))
+        if torch.equal(local(copy), local(held[own])):  # the base's own, by peft's save_embedding_layers
+            del stored[name]
+        elif not held[own].requires_grad:
+            raise ModelError(
+                f"{file}: holds another {own} than the base; name it in trainable, or merge the adapter with peft"
+            )
     problems = [f"{name} is missing" for name in sorted(wanted - stored.keys())]
     for name in sorted(stored.keys() & held.keys()):
         if reader.specs[stored[name]].shape != tuple(held[name].shape):
@@ -144,10 +158,39 @@ def fill_from(part: nn.Module, adapter: AdapterDirectory) -> None:
         raise ModelError(f"{file}: {void[0]} holds values that are not finite")
 
 
+@doing("asking peft about the adapter")
+def check_as_peft(part: nn.Module, adapter: AdapterDirectory) -> None:
+    """Load an adapter with peft, which has written it, beside a base without weights: that costs seconds. Raises
+    ModelError where it does not scale an adapter of ``part`` as that does."""
+    transformers, peft = map(importlib.import_module, ("transformers", "peft"))
+    try:
+        with warnings.catch_warnings(action="ignore"), torch.device("meta"):
+            base = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(adapter.base))
+            model = peft.PeftModel.from_pretrained(base, adapter.path, torch_device="cpu")
+    except Exception as error:  # whatever the libraries raise
+        raise ModelError(
+            f"{adapter.path}: peft, which has written it, cannot load it ({error}); save it again"
+        ) from error
+    theirs: dict[str, float] = {}
+    for name, each in model.named_modules():
+        if isinstance(each, peft.tuners.lora.LoraLayer):
+            path = own_name(name).replace(".base_layer", "")
+            theirs[f"{path}.{getattr(each, 'parameter_name', 'weight')}"] = each.scaling["default"]
+    for path, layer in adapted_layers(part):
+        for own in () if isinstance(layer, TokenRows) else layer.adapted:
+            shape = layer.adapters[own] if isinstance(layer, AdaptedParameters) else layer.adapter
+            if not math.isclose(scaling := theirs.get(f"{path}.{own}", 0.0), shape.scaling):
+                raise ModelError(
+                    f"{adapter.path}: peft scales its product at {path}.{own} by {scaling:g}, and here that is "
+                    f"{shape.scaling:g}; merge the adapter with peft"
+                )
+
+
 def _is_whole(part: nn.Module) -> bool:
     """Whether it has all layers; a pipeline's stage has some."""
     theirs: Any = getattr(part, "theirs", part)
-    return getattr(theirs, "lm_head", None) is not None and getattr(theirs.model, "embed_tokens", True) is not None
+    ends = getattr(theirs, "lm_head", theirs), getattr(getattr(theirs, "model", None), "embed_tokens", theirs)
+    return None not in ends
 
 
 def directory_of_tokenizer(adapter: AdapterDirectory) -> Path:

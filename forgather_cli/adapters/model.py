@@ -24,10 +24,12 @@ from forgather_cli.adapters.layers import (
 )
 from forgather_cli.adapters.nf4 import freeze, need_bitsandbytes
 from forgather_cli.adapters.targets import OF_EXPERTS, input_layer, output_layer, parameter_targets, targets, token_rows
-from forgather_cli.config.schema import Config, DoRASettings, LoRASettings, QLoRASettings
+from forgather_cli.config.schema import Config, DoRASettings, LoRASettings, QLoRASettings, typed
 from forgather_cli.errors import ModelError
 from forgather_cli.models.parts import train_only
 from forgather_cli.precision import half_dtype, parameter_dtype
+
+_MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 
 def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]:
@@ -88,6 +90,13 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
         account.append(
             f"peft 0.21 may take {', '.join(taken)} for layers of experts; give it what finalize --merge makes"
         )
+    family = getattr(getattr(getattr(model, "theirs", model), "config", None), "model_type", None)
+    kinds = dict.fromkeys(name.rpartition(".")[2] for name in layers)
+    if family in _MAMBAS and "out_proj" in kinds:
+        account.append(
+            f"peft 0.21 refuses adapters of out_proj in {family}, whose kernels multiply with its weight alone: to "
+            f"leave it out set adapter.target_modules=[{','.join(each for each in kinds if each != 'out_proj')}]"
+        )
     attach_adapters(model, settings, layers, parameters, dtype)
     account += _add_rows(model, settings, config, dtype)
     account += _not_served(model, settings, config)
@@ -119,7 +128,7 @@ def attach_rows_of(model: nn.Module, settings: LoRASettings, dtype: torch.dtype)
         is_tied = layer is not source and layer.weight is source.weight
         attach_rows(
             layer, tuple(ids), dtype, tied_to=source if is_tied else None,
-            is_new=settings.trainable_token_indices is None,
+            is_new={*ids} <= {*getattr(model, "new_tokens", ())},
         )  # fmt: skip
 
 
@@ -145,7 +154,11 @@ def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: t
     if why is not None and asked:
         raise ModelError(f"adapter.trainable_token_indices: {why}, or trainable_token_indices=[]")
     if why is not None:
-        yield f"the rows of {number} added tokens stay as the base has them: {why}"
+        ids = ",".join(f"{name}:{typed(each)}" for name, each in rows.items())
+        yield (
+            f"warning: the rows of {number} added tokens stay as the base has them: {why}; the end of a turn is not "
+            f"learned without 'adapter.trainable_token_indices={{{ids}}}'"
+        )
         return
     attach_rows_of(model, settings, dtype)
     yield f"rows of {number} tokens are trained: {', '.join(rows)}"
@@ -229,7 +242,7 @@ def _check(
                 f"the adapter of {name}; set loss=cross_entropy, or leave it out of adapter.target_modules"
             )
     for pattern in settings.rank_pattern.keys() | settings.alpha_pattern.keys():
-        if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in widths):
+        if settings.from_adapter is None and not any(re.match(rf"(.*\.)?({pattern})$", name) for name in widths):
             raise ModelError(f"adapter.rank_pattern: no adapted layer is {pattern!r}; leave it out, or mend it")
 
 

@@ -25,6 +25,7 @@ from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import services, shipped_groups, typed
 from forgather_cli.config.targets import target_problems
 from forgather_cli.config.translation import Translation
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ _BEGUN_WITH = {
     "trainer": "single", "precision": "auto", "optimizer": "adamw", "lr_scheduler": "cosine",
 }  # fmt: skip
 """Options that a recipe has without choosing them (``conf/train.yaml``)."""
+_OF_ADAPTERS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "target_parameters")
+"""Settings that an adapter's own files have too, under the same names."""
 
 
 @dataclass
@@ -180,6 +183,15 @@ class ConfigBuilder:
         if isinstance(data, dict) and "_target_" not in data and data.get("tokenizer") is None:
             is_corpus = data.get("type") in ("python_stdlib", "text", "hf") and not data.get("streaming")
             data["tokenizer"] = _directory(tree)[1] or (tree.get("tokenizer_default") if is_corpus else None) or "bytes"
+        # what nobody has set of an adapter that is gone on from is as it has it
+        adapter = _mapping(tree.get("adapter"))
+        file = Path(str(adapter.get("from_adapter"))).expanduser() / "adapter_config.json"
+        if "adapter.from_adapter" in self.given and file.is_file():
+            found = {"target_modules": []} | {
+                k: v for k, v in read_json_object(file, ConfigError).items() if v is not None
+            }
+            own = [key for key in _OF_ADAPTERS if key in found and f"adapter.{key}" not in self.given]
+            adapter |= {key: found[key] for key in own if key in adapter}
         # the first parameter group that matches wins, so the user's come before the shipped ones. A saved config is in
         # that order already: there only groups that the command line adds are moved
         optimizer = _mapping(tree.get("optimizer"))

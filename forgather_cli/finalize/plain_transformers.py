@@ -123,8 +123,10 @@ def main(directory: str, given: str, made: str, vocab: int, keep: int, device: s
     import transformers
     from safetensors.torch import load_file, save_file
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=paired)
-    for text, *wanted in json.loads(Path(given).with_name("texts.json").read_text()):
+    if texts := json.loads(Path(given).with_name("texts.json").read_text()):
+        kind = transformers.AutoTokenizer
+        tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=paired)
+    for text, *wanted in texts:
         if isinstance(text, list):
             text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
@@ -133,6 +135,7 @@ def main(directory: str, given: str, made: str, vocab: int, keep: int, device: s
     auto = transformers.AutoModelForSeq2SeqLM if paired else transformers.AutoModelForCausalLM
     adapter, how = Path(directory, "adapter_config.json"), {}
     base = json.loads(adapter.read_text())["base_model_name_or_path"] if adapter.is_file() else directory
+    base = str(beside) if (beside := Path(directory, base)).exists() else base  # of an adapter, and relative to it
     in_four_bits = Path(directory, "quantization_config.json")  # of the base of an adapter
     if in_four_bits.is_file():
         config = json.loads(in_four_bits.read_text(encoding="utf-8")) | {"bnb_4bit_compute_dtype": "float32"}

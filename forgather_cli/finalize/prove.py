@@ -136,7 +136,7 @@ def compare_result(directory: Path, reference: Reference, sample: Sample, option
     else:
         through = " and ".join(f"{name} {importlib.metadata.version(name)}" for name in reversed(needed))
         through += ", in its own process"
-        result = _by_transformers(directory, sample, reference.vocab, exact=exact)
+        result = by_transformers(directory, sample, reference.vocab, exact=exact)
     wanted = (reference.rounded or reference.exact).logits
     # NaN where a result is not finite and the source's was
     largest = float((result.logits - wanted).abs().max())
@@ -170,32 +170,43 @@ def compare_result(directory: Path, reference: Reference, sample: Sample, option
     return proof
 
 
-def compare_merge(merged: Measured, apart: Measured, stored: Measured | None) -> dict[str, float]:
+def compare_merge(
+    merged: Measured, apart: Measured, stored: Measured | None, theirs: Measured | None, bound: float, *, rounds: bool
+) -> dict[str, float]:
     """How far the merged model is from base and adapter apart, as they were trained: rounding to the base's dtype, once
-    more than there. Of a base in four bits also how far from the adapter beside the base that is ``stored``.
+    more than there. Of a base in four bits also how far from the adapter beside the base that is ``stored``; of what
+    peft has written how far its own load of the two (``theirs``) is from ours.
 
-    Raises ProofError beyond the bound on the first ratio of the perplexities.
+    Raises ProofError beyond the bound on the first ratio of the perplexities, and of a logit beyond ``bound``: to
+    peft's, and where the base's dtype does not round (``rounds``).
     """
-    ratio = math.exp(min(merged.loss - apart.loss, 700.0))
-    if not ratio <= MERGE_BOUND:
+    found = {"perplexity_ratio": math.exp(min(merged.loss - apart.loss, 700.0)), "bound": MERGE_BOUND}
+    far_apart = {"max_logit_difference": ("the merged model is not base and adapter apart", merged)}
+    if theirs is not None:
+        far_apart["max_logit_difference_to_peft"] = ("base and adapter apart are not what peft makes of them", theirs)
+    for key, (what, each) in far_apart.items():
+        found[key] = float((each.logits - apart.logits).abs().max())
+        if not found[key] <= bound and not (each is merged and rounds):
+            raise ProofError(
+                f"{what}: a logit differs by {found[key]:.3g}, the bound is {bound:g}; nothing was written. "
+                "--max-divergence X sets another bound"
+            )
+    if not found["perplexity_ratio"] <= MERGE_BOUND:
         raise ProofError(
-            f"the merged model's perplexity is {ratio:.4g} times that of base and adapter apart, above {MERGE_BOUND}; "
-            "nothing was written: finalize the adapter as it is, or merge it into a base in fp32"
+            f"the merged model's perplexity is {found['perplexity_ratio']:.4g} times that of base and adapter apart, "
+            f"above {MERGE_BOUND}; nothing was written: finalize the adapter as it is, or merge it into a base in fp32"
         )
-    return {
-        "perplexity_ratio": ratio,
-        "max_logit_difference": float((merged.logits - apart.logits).abs().max()),
-        "bound": MERGE_BOUND,
-        **(
-            {}
-            if stored is None
-            else {"perplexity_ratio_to_stored_base": math.exp(min(merged.loss - stored.loss, 700.0))}
-        ),
-    }
+    if stored is not None:
+        found["perplexity_ratio_to_stored_base"] = math.exp(min(merged.loss - stored.loss, 700.0))
+    return found
 
 
-def _by_transformers(directory: Path, sample: Sample, vocab: int, *, exact: bool) -> Measured:
-    """What the transformers library alone makes of the result. Raises ModelError if it cannot load it."""
+def by_transformers(directory: Path, sample: Sample, vocab: int, *, exact: bool, is_source: bool = False) -> Measured:
+    """What the transformers library alone makes of a model directory, with peft of an adapter's.
+
+    ``is_source``: an adapter as it was found, whose directory may have no tokenizer. Raises ModelError if it cannot
+    load it, ProofError if AutoTokenizer makes other token ids than training.
+    """
     from safetensors.torch import load_file, save_file
 
     with tempfile.TemporaryDirectory() as folder:
@@ -210,7 +221,7 @@ def _by_transformers(directory: Path, sample: Sample, vocab: int, *, exact: bool
             "paired": bool(sample.sources),
         }
         save_file(sample.tensors(), settings["given"])
-        Path(folder, "texts.json").write_text(json.dumps(list(_texts(directory, sample))))
+        Path(folder, "texts.json").write_text(json.dumps([] if is_source else list(_texts(directory, sample))))
         # -P: the folder of the script, which has modules of ours, is not searched
         command = [sys.executable, "-P", plain_transformers.__file__, json.dumps(settings)]
         environment = {**os.environ, "HF_MODULES_CACHE": folder}
@@ -229,7 +240,7 @@ def _by_transformers(directory: Path, sample: Sample, vocab: int, *, exact: bool
             why = said[-1] if said and process.returncode > 0 else f"exit code {process.returncode}"
             if why.startswith(plain_transformers.OTHER_IDS):
                 raise ProofError(f"the result is not the source's model: {why}; nothing was written: {REMEDY}")
-            raise ModelError(f"transformers cannot load and run the result ({why})")
+            raise ModelError(f"transformers cannot load and run the {'adapter' if is_source else 'result'} ({why})")
         found = load_file(settings["made"])
     losses = found["losses"].tolist()
     logits = torch.cat([found[f"{number}.logits"] for number in range(len(losses))])

@@ -40,8 +40,8 @@ from forgather_cli.finalize.export import (
     write_configs,
     write_json,
 )
-from forgather_cli.finalize.options import FinalizeOptions
-from forgather_cli.finalize.prove import compare_merge, compare_result, measure_source
+from forgather_cli.finalize.options import LOGIT_BOUND, FinalizeOptions
+from forgather_cli.finalize.prove import by_transformers, compare_merge, compare_result, measure_source
 from forgather_cli.finalize.sample import choose_sample
 from forgather_cli.finalize.source import REPORT, Chosen, choose
 from forgather_cli.finalize.tokens import (
@@ -208,7 +208,10 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
     shared = job.vocab.before if job.vocab.added else int(job.model_config.get("vocab_size") or job.vocab.before)
     reference = measure_source(found, sample, shared, rounding)
     apart = measure_source(job.chosen.located, sample, shared, None).exact if job.chosen.is_merged else None
-    beside_stored = None
+    beside_stored = theirs = None
+    if apart is not None and job.chosen.adapter is not None and job.chosen.adapter.is_of_peft:
+        say("measuring what peft makes of the adapter")
+        theirs = by_transformers(job.chosen.located.directory, sample, shared, exact=True, is_source=True)
     if apart is not None and job.chosen.in_four_bits:
         beside_stored = measure_source(job.chosen.located, sample, shared, None, as_stored=True).exact
     say("writing")
@@ -230,7 +233,8 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
     proof = compare_result(directory, reference, sample, options)
     proof["vocabulary_grew"] = bool(job.vocab.added)
     if apart is not None:
-        proof["merge"] = compare_merge(reference.exact, apart, beside_stored)
+        bound, rounds = LOGIT_BOUND if options.quantize else options.bound, stored != torch.float32
+        proof["merge"] = compare_merge(reference.exact, apart, beside_stored, theirs, bound, rounds=rounds)
     files: list[dict[str, Any]] = []
     if options.gguf_types:
         from forgather_cli.gguf.files import write_and_prove

@@ -88,7 +88,7 @@ def model_spec(
             lines += done.lines()
         lines += choose_trained(model, config)
         for line in () if logged else lines:
-            _log.info("%s", line)
+            _log.log(logging.WARNING if line.startswith("warning: ") else logging.INFO, line.removeprefix("warning: "))
         logged = True
         return model
 

@@ -188,7 +188,7 @@ def test_ends_of_a_model_are_read_and_merged_as_they_were_trained(
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 def test_one_of_two_that_share_a_weight_trained_by_peft_is_refused(name: str, with_tokenizer: dict[bool, Path]) -> None:
     settings = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=[name], task_type="CAUSAL_LM")
-    theirs = get_peft_model(load_theirs(with_tokenizer[True]), settings)
+    theirs = against_peft.stirred(get_peft_model(load_theirs(with_tokenizer[True]), settings))
     theirs.save_pretrained("peft")
     config = against_peft.config_of(with_tokenizer[True])
     with pytest.raises(ModelError, match="was trained apart from what shares it"):
