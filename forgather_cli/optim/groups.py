@@ -96,13 +96,9 @@ def assign(
     several names (tied) counts once, under the first. Raises ConfigError with every mistake in the groups.
     """
     groups = groups_of(option)
-    has_vectors = any(group.vectors for group in groups.values())
     made: list[Assignment] = []
     for group_name, parameters in members_of(groups, named_parameters).items():
-        group = groups.get(group_name, GroupSettings(regex=""))
-        made += _assign_group(
-            group_name, group, group.optimizer or option, parameters, lr, weight_decay, has_vectors=has_vectors
-        )
+        made += _assign_group(group_name, groups, option, parameters, lr, weight_decay)
     return made
 
 
@@ -114,11 +110,8 @@ def members_of(
     patterns = {name: re.compile(group.regex) for name, group in groups.items()}
     for name, parameter in _unique(named_parameters):
         is_vector = len(parameter.shape) < 2
-        found = next(
-            (key for key, group in groups.items() if patterns[key].search(name) or (group.vectors and is_vector)),
-            DEFAULT_GROUP,
-        )
-        members[found].append((name, parameter))
+        fits = (key for key, group in groups.items() if patterns[key].search(name) or (group.vectors and is_vector))
+        members[next(fits, DEFAULT_GROUP)].append((name, parameter))
     return members
 
 
@@ -132,14 +125,15 @@ def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tu
 
 def _assign_group(
     name: str,
-    group: GroupSettings,
+    groups: dict[str, GroupSettings],
     option: OptimizerOption,
     parameters: list[tuple[str, nn.Parameter]],
     lr: float,
     weight_decay: float,
-    *,
-    has_vectors: bool,
 ) -> Iterator[Assignment]:
+    group = groups.get(name, GroupSettings(regex=""))
+    option = group.optimizer or option
+    has_vectors = any(each.vectors for each in groups.values())
     kinds: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for parameter_name, parameter in parameters:
         kind = _kind(option, parameter_name, parameter, has_vectors=has_vectors)

@@ -59,11 +59,8 @@ class GroupSettings:
 
 _EMBEDDING = r"(embed|wte|wpe)\w*\.weight$"
 _NO_DECAY = r"(norm|embed|wte|wpe)\w*\.weight$|bias$"
-OF_OLDER_RUNS = {
-    "no_decay": GroupSettings(
-        regex=r"(norm|embed|wte|wpe)\w*\.weight$|(^|\.)ln_\w+\.weight$|\.bias$", settings={"weight_decay": 0.0}
-    )
-}
+_NO_DECAY_BEFORE = r"(norm|embed|wte|wpe)\w*\.weight$|(^|\.)ln_\w+\.weight$|\.bias$"
+OF_OLDER_RUNS = {"no_decay": GroupSettings(regex=_NO_DECAY_BEFORE, settings={"weight_decay": 0.0})}
 """What was shipped before ``vectors``."""
 
 
