@@ -18,7 +18,7 @@ from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.finalize.sample import BUILT_IN
 from forgather_cli.gguf.files import contents_of
 from forgather_cli.gguf.options import GgufType
-from forgather_cli.gguf.prove import prove
+from forgather_cli.gguf.prove import prove, prove_structure
 from forgather_cli.gguf.write import Contents, write_gguf
 from forgather_cli.models.pretrained import write_config
 
@@ -100,11 +100,16 @@ class Made:
     contents: Contents
 
     def prove(self, file: Path, kind: GgufType, change: Change = lambda contents: contents, length: int = 96) -> Any:
-        """Write a file of what ``change`` makes of the contents, and prove it."""
+        """Write a file of what ``change`` makes of the contents, and have llama.cpp read it."""
         file.unlink(missing_ok=True)
         write_gguf(file, change(self.contents), kind)
         ids = self.tokenizer.encode("".join(TEXTS))[:length]
         return prove(file, self.directory, self.tokenizer, [ids], kind, self.stop)
+
+    def prove_structure(self, change: Change = lambda contents: contents, length: int = 96) -> Any:
+        """That of what ``change`` makes of the contents."""
+        ids = self.tokenizer.encode("".join(TEXTS))[:length]
+        return prove_structure(self.directory, change(self.contents), self.tokenizer, [ids], self.stop)
 
 
 def made(directory: Path, stop: list[str], **shape: Any) -> Made:
@@ -126,18 +131,19 @@ def made(directory: Path, stop: list[str], **shape: Any) -> Made:
 
 
 @dataclass
-class _Shifted:
-    """Weights of which one tensor's rows come one later."""
+class _Changed:
+    """Weights of which one tensor is another."""
 
     weights: Weights
     name: str
+    change: Callable[[torch.Tensor], torch.Tensor]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.weights, name)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         tensor = self.weights.read(name, start, stop)
-        return tensor.roll(1, 0) if name == self.name else tensor
+        return self.change(tensor) if name == self.name else tensor
 
 
 def rope_base(contents: Contents) -> Contents:
@@ -161,10 +167,26 @@ def unpaired(contents: Contents) -> Contents:
 
 
 def shifted(contents: Contents) -> Contents:
-    """The last matrix of an attention's end."""
+    """The rows of the last matrix of an attention's end come one later."""
     ends = re.compile(r"(o_proj|attn\.c_proj|dense)\.weight$")
     name = [name for name in contents.weights.names if ends.search(name)][-1]
-    return replace(contents, weights=_Shifted(contents.weights, name))
+    return _changed(contents, name, lambda tensor: tensor.roll(1, 0))
+
+
+def scaled(ending: str, factor: float, at: int | None = None) -> Change:
+    """One tensor, or one of its numbers."""
+
+    def scale(tensor: torch.Tensor) -> torch.Tensor:
+        factors = torch.ones(tensor.numel())
+        factors[slice(None) if at is None else at] = factor
+        return tensor * factors.view(tensor.shape)
+
+    return lambda contents: _changed(contents, next(n for n in contents.weights.names if n.endswith(ending)), scale)
+
+
+def _changed(contents: Contents, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Contents:
+    weights: Any = _Changed(contents.weights, name, change)
+    return replace(contents, weights=weights)
 
 
 def other_splitting(contents: Contents) -> Contents:

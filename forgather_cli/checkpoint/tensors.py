@@ -180,6 +180,9 @@ class Weights:
         """Rows [start, stop) of a tensor, in host memory of its own."""
         return self._readers[name].read(name, start, stop)
 
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name)
+
     @property
     def dtype(self) -> torch.dtype:
         """The floating dtype of most of the weights; fp32 where there is none."""

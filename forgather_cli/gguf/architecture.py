@@ -51,6 +51,10 @@ def architecture_of(config: dict[str, Any]) -> Architecture:
         raise no_counterpart("the rope type llama3", name, "rope type yarn or linear")
     if scaling is not None and kind == "yarn" and not scaling.truncate:
         raise no_counterpart("yarn with truncate=false", name, "truncate=true")
+    if scaling is not None and kind == "yarn" and (scaling.beta_fast, scaling.beta_slow) != (32, 1):
+        # llama.cpp (October 2026) has these whatever a file says
+        betas = f"beta_fast={scaling.beta_fast:g} and beta_slow={scaling.beta_slow:g}"
+        raise no_counterpart(f"yarn with {betas}", name, "beta_fast=32 and beta_slow=1")
     if name == "qwen3" and settings.attention_bias:
         raise no_counterpart("a bias of the attention", name, "model.attention_bias=false")
     return of_decoder(name, settings)

@@ -163,9 +163,12 @@ def of_transformers(values: dict[str, Any]) -> Architecture:
         found["rope.freq_base"] = float(rope["rope_theta"])
         if kind == "linear":
             found |= {"rope.scaling.type": kind, "rope.scaling.factor": float(rope["factor"])}
+    lists = [each for each in config.to_dict().values() if isinstance(each, list) and len(each) == layers]
+    period = next(n for n in range(2, layers + 2) if all(each[n:] == each[:-n] for each in lists))
     changes = dict(family.changes)
     if family.has_pairs:
         changes |= {"attn_q": paired(heads), "attn_k": paired(key_heads)}
     if family.name == "gptneox":
         changes["attn_qkv"] = by_kind(heads)
-    return Architecture(family.name, named(family.name, found), bool(config.tie_word_embeddings), changes)
+    is_tied = bool(config.tie_word_embeddings)
+    return Architecture(family.name, named(family.name, found), is_tied, changes, period=period)

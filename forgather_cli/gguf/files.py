@@ -21,7 +21,7 @@ from forgather_cli.gguf.choose import find_pre_tokenizer, first_that_encodes
 from forgather_cli.gguf.layout import Metadata
 from forgather_cli.gguf.modelfile import write_modelfile
 from forgather_cli.gguf.options import GgufType
-from forgather_cli.gguf.prove import hard_text, prove, sequences_of
+from forgather_cli.gguf.prove import compare_contents, hard_text, prove, prove_structure, sequences_of
 from forgather_cli.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from forgather_cli.gguf.write import Contents, write_gguf
 
@@ -46,13 +46,16 @@ def write_and_prove(
     sequences = sequences_of(sample, longest)
     if '"NFC"' in json.dumps(read_json_object(directory / "tokenizer.json", DataError).get("normalizer")):
         say("the tokenizer composes accents (NFC), llama.cpp does not: decomposed text gets other ids there")
+    say("loading the first layers in fp32 into llama.cpp and comparing")
+    proven, structure = prove_structure(directory, contents, tokenizer, sequences, stop)
     proofs = []
     for kind in types:
         file = directory / f"{name}-{kind.upper()}.gguf"
         say(f"writing {file.name}")
         write_gguf(file, contents, kind)
         say(f"loading {file.name} into llama.cpp and comparing")
-        proofs.append(prove(file, directory, tokenizer, sequences, kind, stop))
+        compare_contents(file, proven, directory, contents, kind)
+        proofs.append({**prove(file, directory, tokenizer, sequences, kind, stop), "structure": structure})
         if proofs[-1]["stops_too_at"]:
             ids = ", ".join(f"{tokenizer.decode([n])} ({n})" for n in proofs[-1]["stops_too_at"])
             say(f"llama.cpp stops at {ids} too, by the text of the token, which generation_config.json does not name")

@@ -46,6 +46,8 @@ class Architecture:
     """By a tensor's name in the file without block and kind."""
     rope_factors: list[float] | None = None
     """By how much each rotary frequency is divided (Llama 3)."""
+    period: int = 2
+    """After how many layers their kinds come again, at least two."""
 
     @property
     def vocab_size(self) -> int:

@@ -43,22 +43,27 @@ def write_modelfile(directory: Path, file: str, tokenizer: Tokenizer, stop: list
     lines += [f"PARAMETER stop {json.dumps(tokenizer.decode([number]), ensure_ascii=False)}" for number in stop]
     template = ChatTemplate.of(directory)
     known = None if template is None else _in_go(template)
-    if known is not None:
-        lines.append(f'TEMPLATE """{known}"""')
+    lines += known or []
     (directory / "Modelfile").write_text("\n".join(lines) + "\n", encoding="utf-8")
     return template is None or known is not None
 
 
-def _in_go(template: ChatTemplate) -> str | None:
-    """The template in Go's language, of which Ollama's are; None for one that is not in the table."""
+def _in_go(template: ChatTemplate) -> list[str] | None:
+    """The template in Go's language, of which Ollama's are, with the system message that it writes where a chat has
+    none; None for one that is not in the table."""
+    try:
+        rendered, without = (template.render(_CONVERSATION[n:], add_generation_prompt=True) for n in (0, 1))
+    except DataError:
+        return None
     for before, behind, begin in _MARKED.values():
-        try:
-            rendered = template.render(_CONVERSATION, add_generation_prompt=True)
-        except DataError:
-            return None
+        start, asks = before.format(role="system"), before.format(role="assistant")
+        messages = [before.format(role=m["role"]) + m["content"] + behind for m in _CONVERSATION]
+        rest = "".join(messages[1:]) + asks
         # a begin token is written by the file's own rule
-        wanted = "".join(before.format(role=m["role"]) + m["content"] + behind for m in _CONVERSATION)
-        if rendered.removeprefix(begin) == wanted + before.format(role="assistant"):
+        given = without.removeprefix(begin).removesuffix(rest)
+        system = given.removeprefix(start).removesuffix(behind)
+        if rendered.removeprefix(begin) == messages[0] + rest and given in ("", start + system + behind):
             one = before.format(role="{{ .Role }}") + "{{ .Content }}" + behind
-            return "{{ range .Messages }}" + one + "{{ end }}" + before.format(role="assistant")
+            in_go = "{{ range .Messages }}" + one + "{{ end }}" + asks
+            return [f'TEMPLATE """{in_go}"""', *([f'SYSTEM """{system}"""'] if given else [])]
     return None

@@ -34,7 +34,7 @@ class LlamaCpp:
         params.n_parallel = 1
         params.n_gpu_layers = 0
         params.warmup = params.fit_params = False
-        params.verbosity = 0
+        params.verbosity = 1  # errors alone, on stderr
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED

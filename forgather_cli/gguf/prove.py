@@ -20,27 +20,33 @@ Legend: T positions, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from forgather_cli.checkpoint.tensors import spec_of
+from forgather_cli.checkpoint.files import remove
+from forgather_cli.checkpoint.tensors import Weights, spec_of, write_weights
 from forgather_cli.data.chat.template import ChatTemplate
 from forgather_cli.data.text.tokenizer import Tokenizer
-from forgather_cli.errors import DataError, ProofError
+from forgather_cli.documents.regular_files import read_json_object
+from forgather_cli.errors import DataError, ModelError, ProofError
 from forgather_cli.finalize.plain_transformers import in_fp32
 from forgather_cli.finalize.sample import BUILT_IN, MESSAGES, Sample
+from forgather_cli.gguf.layout import Metadata
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.reader import llama_cpp, version
 from forgather_cli.gguf.vocabulary import PHRASES, added_tokens
-from forgather_cli.gguf.write import rounded, stored_type
+from forgather_cli.gguf.write import Contents, rounded, stored_type, write_gguf
 from forgather_cli.inference.source import Located, load_located
 from forgather_cli.loss import model_logits
 
@@ -55,6 +61,11 @@ MOST_ROUNDING = 0.2
 """By how much rounding the inputs of products may move the median log-probability: nats."""
 RATIO_BOUND = 1.02
 """How many times the source's perplexity that of Q8_0 may be."""
+_ROUNDING: dict[GgufType, tuple[float, float]] = {
+    "f32": (0, 0), "bf16": (2**-8, 2**-134), "f16": (2**-11, 2**-25), "q8_0": (0.5 / 127 + 2**-11, 127 * 2**-25),
+}  # fmt: skip
+"""How far a number may be from the source's: of the largest in its block, and at least. Q8_0 rounds it to a step, and
+the step, a 127th of the largest, to fp16."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +169,69 @@ def hard_text(tokens: Iterable[str]) -> list[str]:
     """What llama.cpp is to encode as the tokenizer does: code, emoji, spaces, newlines, special tokens."""
     spelled = [f"before{token} after\n{token}word {token}" for token in tokens]
     return [BUILT_IN, "".join(PHRASES), *PHRASES, *spelled]
+
+
+def prove_structure(
+    directory: Path, contents: Contents, tokenizer: Tokenizer, sequences: list[list[int]], stop: list[int]
+) -> tuple[Metadata, dict[str, Any]]:
+    """Compare the first layers of a model directory in fp32: a whole period of them, with embedding, norm and head.
+
+    ``contents``: of a file of all layers. Returns what their file says, and the proof. Raises ProofError.
+    """
+    config, weights = read_json_object(directory / "config.json", ModelError), Weights(directory)
+    model = contents.architecture
+    layers = cast("int", model.metadata[f"{model.name}.block_count"])
+    count = min(model.period, layers)
+    config |= {key: each[:count] for key, each in config.items() if isinstance(each, list) and len(each) == layers}
+    config["n_layer" if "n_layer" in config else "num_hidden_layers"] = count
+    if model.name == "gemma3":  # llama.cpp divides by something else where there are 62 layers
+        config["query_pre_attn_scalar"] = model.metadata["gemma3.attention.key_length"]
+    names: set[str] = set()
+    for entry in model.entries(weights.names):
+        block = re.match(r"blk\.(\d+)", entry.name)
+        names.update(entry.sources if block is None or int(block[1]) < count else ())
+    folder = directory / "first_layers"
+    write_weights(folder, map(weights.spec, sorted(names)), weights)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tokenizer.save(folder)
+    first = replace(model, metadata={**model.metadata, f"{model.name}.block_count": count})
+    file = folder / "first-layers-F32.gguf"
+    write_gguf(file, replace(contents, architecture=first, weights=Weights(folder)), "f32")
+    proof, proven = prove(file, folder, tokenizer, sequences, "f32", stop), _metadata(file)
+    remove(folder)
+    return proven, {"layers": count, **proof}
+
+
+def _metadata(file: Path) -> Metadata:
+    """What a file says, but for what one of some layers, or of another type, says otherwise."""
+    import gguf
+
+    fields = gguf.GGUFReader(file).fields.items()
+    return {key: f.contents() for key, f in fields if not key.endswith((".block_count", ".file_type", ".tensor_count"))}
+
+
+def compare_contents(file: Path, proven: Metadata, directory: Path, contents: Contents, kind: GgufType) -> None:
+    """Raise ProofError for a file that does not say what is ``proven``, or has other weights than ``directory``."""
+    import gguf
+
+    found = _metadata(file)
+    for key in sorted(found | proven):
+        if (got := found.get(key)) != (wanted := proven.get(key)):
+            raise _not_the_model(file, f"its {key} is {str(got)[:60]}, in its first layers {str(wanted)[:60]}")
+    source, written = replace(contents, weights=Weights(directory)), gguf.GGUFReader(file).tensors
+    for (entry, spec), tensor in zip(source.specs(), written, strict=True):
+        stored = stored_type(spec, kind)
+        raw, shape = gguf.GGMLQuantizationType[stored.upper()], tuple(reversed(tensor.shape.tolist()))
+        if (tensor.name, tensor.tensor_type, shape) != (entry.name, raw, spec.shape):
+            raise _not_the_model(file, f"{entry.name}, {spec.shape} in {stored}, is {tensor.name}, {shape}")
+        (block, size), (most, least) = gguf.GGML_QUANT_SIZES[raw], _ROUNDING[stored]
+        left = tensor.data.reshape(-1).view(np.uint8)
+        for piece in source.pieces(entry, spec, "f32"):
+            values = piece().reshape(-1, block)
+            some, left = np.split(left, [len(values) * size])
+            apart = abs(gguf.quants.dequantize(some, raw).reshape(values.shape) - values)
+            if not (apart <= 1.001 * most * abs(values).max(1, keepdims=True) + least).all():
+                raise _not_the_model(file, f"{entry.name} is up to {float(apart.max()):.3g} from the source's")
 
 
 def prove(

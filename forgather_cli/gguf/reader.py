@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -35,6 +36,8 @@ def check_installed(what: str) -> None:
 
 
 def _why(failed: subprocess.CompletedProcess[str]) -> str:
+    if own := re.search(r"(?<=error loading model).+|GGML_ASSERT.+", failed.stderr):  # llama.cpp's, before xllamacpp's
+        return own[0].removeprefix(": ")
     said = [line for line in failed.stderr.strip().splitlines() if line.strip()]
     return said[-1] if said and failed.returncode > 0 else f"exit code {failed.returncode}"
 

@@ -1,8 +1,8 @@
 """Which parameter belongs to which optimizer group, and with which settings. Needs no torch.
 
-``optimizer.groups`` maps a name to a regex on the full parameter name; the first match wins, what no regex matches
-forms the group ``default``. A group of ``muon`` is served by two optimizers and named ``<group>.muon`` (hidden
-matrices) and ``<group>.adamw`` (the rest).
+``optimizer.groups`` maps a name to a regex on the full parameter name (and ``vectors``: what has one dimension); the
+first match wins, what no group takes forms the group ``default``. A group of ``muon`` is served by two optimizers and
+named ``<group>.muon`` (hidden matrices) and ``<group>.adamw`` (the rest).
 """
 
 from __future__ import annotations
@@ -98,8 +98,7 @@ def assign(
     groups = groups_of(option)
     made: list[Assignment] = []
     for group_name, parameters in members_of(groups, named_parameters).items():
-        group = groups.get(group_name, GroupSettings(regex=""))
-        made += _assign_group(group_name, group, group.optimizer or option, parameters, lr, weight_decay)
+        made += _assign_group(group_name, groups, option, parameters, lr, weight_decay)
     return made
 
 
@@ -110,8 +109,9 @@ def members_of(
     members: dict[str, list[tuple[str, nn.Parameter]]] = {name: [] for name in (*groups, DEFAULT_GROUP)}
     patterns = {name: re.compile(group.regex) for name, group in groups.items()}
     for name, parameter in _unique(named_parameters):
-        found = next((key for key, pattern in patterns.items() if pattern.search(name)), DEFAULT_GROUP)
-        members[found].append((name, parameter))
+        is_vector = len(parameter.shape) < 2
+        fits = (key for key, group in groups.items() if patterns[key].search(name) or (group.vectors and is_vector))
+        members[next(fits, DEFAULT_GROUP)].append((name, parameter))
     return members
 
 
@@ -125,15 +125,18 @@ def _unique(named_parameters: Iterable[tuple[str, nn.Parameter]]) -> Iterator[tu
 
 def _assign_group(
     name: str,
-    group: GroupSettings,
+    groups: dict[str, GroupSettings],
     option: OptimizerOption,
     parameters: list[tuple[str, nn.Parameter]],
     lr: float,
     weight_decay: float,
 ) -> Iterator[Assignment]:
+    group = groups.get(name, GroupSettings(regex=""))
+    option = group.optimizer or option
+    has_vectors = any(each.vectors for each in groups.values())
     kinds: dict[str, list[tuple[str, nn.Parameter]]] = {}
     for parameter_name, parameter in parameters:
-        kind = _kind(option, parameter_name, parameter)
+        kind = _kind(option, parameter_name, parameter, has_vectors=has_vectors)
         kinds.setdefault(kind, []).append((parameter_name, parameter))
     if isinstance(option, Target):  # its own arguments stand for all groups, as the run's settings do otherwise
         lr, weight_decay = option.kwargs.get("lr", lr), option.kwargs.get("weight_decay", weight_decay)
@@ -148,10 +151,14 @@ def _assign_group(
         yield Assignment(full_name, kind, option, settings, kinds[kind])
 
 
-def _kind(option: OptimizerOption, name: str, parameter: nn.Parameter) -> str:
-    """Which optimizer of ``option``; Muon is for hidden matrices only (https://kellerjordan.github.io/posts/muon/)."""
+def _kind(option: OptimizerOption, name: str, parameter: nn.Parameter, *, has_vectors: bool) -> str:
+    """Which optimizer of ``option``; Muon is for hidden matrices only (https://kellerjordan.github.io/posts/muon/).
+
+    ``has_vectors``: biases, one of each expert, are none; a run begun before goes on with what Muon has of them.
+    """
     if isinstance(option, MuonSettings):
-        return "muon" if len(parameter.shape) == 2 and not _NOT_HIDDEN.search(name) else "adamw"
+        is_hidden = len(parameter.shape) == 2 and not _NOT_HIDDEN.search(name)
+        return "muon" if is_hidden and not (has_vectors and name.endswith("bias")) else "adamw"
     return label(option)
 
 

@@ -46,7 +46,7 @@ def test_killed_while_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
     with Process(code=KILLED) as job:
         assert job.finish() == -signal.SIGKILL, job.output
     assert not Path("model").exists()
-    assert [path.name for path in Path().glob(".tmp-*/*.gguf")] == ["model-F32.gguf"]
+    assert [path.name for path in Path().rglob("*.gguf")] == ["first-layers-F32.gguf"]
     assert forgather("finalize", "source", "model", "--gguf", "f32") == 0
     assert sorted(path.name for path in Path().iterdir()) == ["model", "source"]
     assert Path("model/model-F32.gguf").exists()

@@ -9,13 +9,16 @@ from typing import Any
 import finalized
 import pytest
 from finalized import model_directory, refused
+from gguf_files import byte_level
 from program import document, forgather
 
 from forgather_cli.data.chat.template import CHATML
+from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import ProofError
 from forgather_cli.finalize.options import FinalizeOptions
 from forgather_cli.finalize.run import finalize
 from forgather_cli.gguf import files
+from forgather_cli.gguf.modelfile import write_modelfile
 from forgather_cli.gguf.write import Contents, write_gguf
 
 pytestmark = pytest.mark.usefixtures("own_directory")
@@ -37,6 +40,7 @@ def test_a_chat_model_of_bytes(run: Path, capsys: pytest.CaptureFixture[str]) ->
     report = document(capsys, "finalize", str(run), "out/notes", *words)
     (proof,) = report["gguf"]
     assert (proof["file"], proof["chat"]) == ("notes-Q8_0.gguf", "equal")
+    assert (proof["structure"]["type"], proof["structure"]["layers"]) == ("f32", 2)
     assert proof["prefixes"] == 8 * 15  # all but the last of each sequence of the split
     assert proof["stop_tokens"] == [256, 258]
     assert "notes-Q8_0.gguf" in report["files"]
@@ -68,9 +72,31 @@ def test_a_file_that_is_another_model_leaves_nothing(monkeypatch: pytest.MonkeyP
         path.write_bytes(content)
 
     monkeypatch.setattr(files, "write_gguf", write)
-    with pytest.raises(ProofError, match=r"model-F16.gguf is not the source's model: a log-probability differs by"):
+    with pytest.raises(ProofError, match=r"model-F16.gguf is not the source's model: .* from the source's"):
         finalize(source, Path("model"), FinalizeOptions(gguf="f16"))
     assert [path.name for path in Path().iterdir()] == ["source"]
+
+
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    + SYSTEM
+    + "<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_a_modelfile_has_the_template_s_system_message() -> None:
+    directory = byte_level(Path("model"))
+    for template, system in ((SMOLLM2, [f'SYSTEM """{SYSTEM}"""']), (CHATML, [])):
+        (directory / "chat_template.jinja").write_text(template)
+        assert write_modelfile(directory, "model.gguf", load_tokenizer(str(directory)), [], None)
+        lines = (directory / "Modelfile").read_text().splitlines()
+        assert [line for line in lines if line.startswith("SYSTEM")] == system
+        assert sum(line.startswith('TEMPLATE """{{ range .Messages }}<|im_start|>{{ .Role }}') for line in lines) == 1
+    # what stands before a chat is no message of the system's
+    (directory / "chat_template.jinja").write_text(SMOLLM2.replace("<|im_start|>system\n", "<|im_start|>tool\n"))
+    assert not write_modelfile(directory, "model.gguf", load_tokenizer(str(directory)), [], None)
 
 
 def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

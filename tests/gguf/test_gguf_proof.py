@@ -23,6 +23,8 @@ from forgather_cli.gguf import prove
 from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.choose import find_pre_tokenizer
 from forgather_cli.gguf.options import GGUF_TYPES, GgufType
+from forgather_cli.gguf.prove import compare_contents
+from forgather_cli.gguf.reader import llama_cpp
 from forgather_cli.gguf.vocabulary import read_vocabulary
 from forgather_cli.gguf.write import Contents, quantized, rounded, write_gguf
 
@@ -65,6 +67,69 @@ def test_a_llama_3_and_what_is_wrong_with_it(llama3: Made, kind: GgufType, tmp_p
     for change, told in exact.items():
         with pytest.raises(ProofError, match=told):
             llama3.prove(file, kind, change)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """SmolLM2's depth: in q8_0 its rounding hides what is wrong."""
+    directory = byte_level(tmp_path_factory.mktemp("gguf") / "deep")
+    shape = {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}
+    return made(directory, STOP, hidden_size=64, intermediate_size=128, num_hidden_layers=30, **shape)
+
+
+ROPE = gguf_files.other_value("rope.freq_base", 10_100.0)
+EPS = gguf_files.other_value("attention.layer_norm_rms_epsilon", 1e-4)
+NORM = gguf_files.scaled("layers.17.input_layernorm.weight", 1.02)
+
+
+@pytest.mark.parametrize("change", [ROPE, EPS, NORM], ids=["rope", "eps", "norm"])
+def test_what_thirty_layers_in_q8_0_hide(deep: Made, change: Change, tmp_path: Path) -> None:
+    """Wrong in what is made of the source, and in the file alone."""
+    file = tmp_path / "file.gguf"
+    deep.prove(file, "q8_0", change, length=32)  # llama.cpp, which reads it whole, cannot tell
+    if change is not NORM:
+        with pytest.raises(ProofError, match=r"first-layers-F32\.gguf .*: a log-probability differs by") as found:
+            deep.prove_structure(change)
+        assert float(str(found.value).split("differs by ")[1].split(",")[0]) > 5e-2
+    proven, structure = deep.prove_structure()
+    assert (structure["layers"], structure["bound"]) == (2, 1e-3)
+    told = {
+        ROPE: "freq_base is 10100",
+        EPS: "epsilon is 9.99",
+        NORM: r"blk.17.attn_norm.weight is up to 0.0\d+ from the",
+    }
+    with pytest.raises(ProofError, match=told[change]):
+        compare_contents(file, proven, deep.directory, deep.contents, "q8_0")
+
+
+@pytest.mark.parametrize("kind", GGUF_TYPES)
+def test_weights_of_a_file(deep: Made, kind: GgufType, tmp_path: Path) -> None:
+    """Each is the source's, to the rounding of its type and no more: one step of one number is found."""
+    write_gguf(tmp_path / "file", deep.contents, kind)
+    fields, contents = deep.prove_structure()[0], deep.contents
+    compare_contents(tmp_path / "file", fields, deep.directory, contents, kind)
+    name = "layers.29.mlp.down_proj.weight"
+    step = {"f32": 1 + 2**-22, "f16": 1 + 2**-9, "bf16": 1 + 2**-6, "q8_0": 1 + 1 / 60}[kind]
+    write_gguf(tmp_path / "wrong", gguf_files.scaled(name, step, at=0)(contents), kind)
+    with pytest.raises(ProofError, match=r"blk.29.ffn_down.weight is up to .* from the source's"):
+        compare_contents(tmp_path / "wrong", fields, deep.directory, contents, kind)
+    other: GgufType = "f16" if kind == "q8_0" else "q8_0"
+    with pytest.raises(ProofError, match=f"in {other}"):
+        compare_contents(tmp_path / "file", fields, deep.directory, contents, other)
+
+
+PERIODS = {"gemma3_text": 6, "smollm3": 4, "olmo2": 2, "gpt2": 2, "mixtral": 2, "phi3": 2}
+
+
+@pytest.mark.parametrize("family", some(PERIODS, "gemma3_text", "smollm3"))
+def test_the_structure_is_that_of_a_whole_period_of_layers(family: str, tmp_path: Path) -> None:
+    depth = {"n_layer" if family == "gpt2" else "num_hidden_layers": PERIODS[family] + 1}
+    model = made_by_transformers(tmp_path / "model", family, **depth)
+    assert model.prove_structure()[1]["layers"] == PERIODS[family]
+    is_rms = not family.startswith("gpt")
+    wrong = gguf_files.other_value(f"attention.layer_norm{'_rms' * is_rms}_epsilon", 1e-2)
+    with pytest.raises(ProofError, match="a log-probability differs by"):
+        model.prove_structure(wrong)
 
 
 def test_small_faults_and_rounding_that_drowns_everything(
@@ -158,6 +223,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"a sliding window \(32 of 64 positions\)": {"model_type": "mistral", "sliding_window": 32},
     "rope type dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
     "rope type llama3": {"model_type": "qwen3", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+    "beta_fast=16 and beta_slow=1": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16}},
     "truncate=false": {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}},
     "a bias of the attention": {"model_type": "qwen3", "attention_bias": True},
     "attention_bias=True": {"model_type": "olmo2", "attention_bias": True},
@@ -174,6 +240,15 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_what_has_no_counterpart_is_named(named: str) -> None:
     with pytest.raises(ModelError, match=f"^--gguf: .*{named}.*; leave --gguf out"):
         architecture_of({**SMALL, **REFUSED[named]})
+
+
+def test_the_reason_is_llama_cpp_s_own(tmp_path: Path) -> None:
+    model = made(byte_level(tmp_path / "model"), STOP)
+    write_gguf(tmp_path / "file.gguf", gguf_files.other_value("block_count", 3)(model.contents), "f32")
+    with pytest.raises(ModelError, match=r"cannot load and run the result \(.*'blk.2.attn_norm.weight' not found\)"):
+        llama_cpp(
+            "losses", model=str(tmp_path / "file.gguf"), threads=1, sequences=[[3]], targets=[[4]], plain=3, vocab=9
+        )
 
 
 @pytest.mark.full

@@ -31,6 +31,7 @@ class GroupSettings:
     groups come before the shipped one, ``no_decay``."""
 
     regex: str
+    vectors: bool = False  # parameters of one dimension too, whatever their names; a saved run without it goes on so
     settings: dict[str, Any] = field(default_factory=dict)  # param-group settings: lr, weight_decay, betas, ...
     optimizer: OptimizerOption | None = None  # an optimizer of its own; null: the main one
 
@@ -42,7 +43,8 @@ class GroupSettings:
         yield from regex_problems(where, self.regex)
         if "lr" in self.settings and "lr_scale" in self.settings:
             yield f"{where}.settings: lr and lr_scale exclude each other; leave one out"
-        if own is not None and not isinstance(own, Target) and own.groups != type(own)().groups:
+        shipped = shipped_groups(getattr(own, "type", None))
+        if isinstance(own, _Optimizer) and own.groups not in (shipped, shipped | OF_OLDER_RUNS, OF_OLDER_RUNS):
             yield f"{where}.optimizer.groups: nothing reads it; groups are set in optimizer.groups only"
         option = own or main
         if isinstance(option, Target):
@@ -56,11 +58,14 @@ class GroupSettings:
 
 
 _EMBEDDING = r"(embed|wte|wpe)\w*\.weight$"
-_NO_DECAY = r"(norm|embed|wte|wpe)\w*\.weight$|(^|\.)ln_\w+\.weight$|\.bias$"
+_NO_DECAY = r"(norm|embed|wte|wpe)\w*\.weight$|bias$"
+_NO_DECAY_BEFORE = r"(norm|embed|wte|wpe)\w*\.weight$|(^|\.)ln_\w+\.weight$|\.bias$"
+OF_OLDER_RUNS = {"no_decay": GroupSettings(regex=_NO_DECAY_BEFORE, settings={"weight_decay": 0.0})}
+"""What was shipped before ``vectors``."""
 
 
 def _no_decay() -> dict[str, GroupSettings]:
-    return {"no_decay": GroupSettings(regex=_NO_DECAY, settings={"weight_decay": 0.0})}
+    return {"no_decay": GroupSettings(regex=_NO_DECAY, vectors=True, settings={"weight_decay": 0.0})}
 
 
 def _muon_groups() -> dict[str, GroupSettings]:
@@ -158,7 +163,7 @@ OptimizerOption = Annotated[AdamWSettings | AdafactorSettings | MuonSettings | S
 
 
 def groups_of(option: OptimizerOption) -> dict[str, GroupSettings]:
-    """The option's groups; a ``_target_`` has none of its own and gets those of ``shipped_groups``."""
+    """The option's groups; a ``_target_``, which saves none, gets those that its older runs had."""
     return shipped_groups(None) if isinstance(option, Target) else option.groups
 
 
@@ -171,7 +176,7 @@ def moments_each(option: OptimizerOption) -> int:
 def shipped_groups(kind: object) -> dict[str, GroupSettings]:
     """The groups that an optimizer begins with; ``kind`` is its option's ``type``, None of a ``_target_``."""
     options = [option for option in get_args(get_args(OptimizerOption)[0]) if option is not Target]
-    return next((option().groups for option in options if option.type == kind), _no_decay())
+    return next((option().groups for option in options if option.type == kind), OF_OLDER_RUNS)
 
 
 def label(option: OptimizerOption) -> str:
