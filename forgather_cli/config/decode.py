@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -158,21 +158,25 @@ def dump_tree(tree: dict[str, Any]) -> str:
 
 
 def with_comments(text: str, comments: Mapping[str, str]) -> str:
-    """A text of ``dump_tree``, at whose lines the comments on settings stand, by dotted path."""
+    """A text of ``dump_tree`` with comments on settings, by dotted path: at their lines, or above what is too long."""
     import yaml
 
-    def ends(node: Any, above: str) -> Iterator[tuple[str, int]]:
-        """The path of each setting, and the last line of its value, of a list the one above it."""
-        for key, value in node.value:
-            if isinstance(value, yaml.MappingNode) and value.value:
-                yield from ends(value, f"{above}{key.value}.")
-            else:
-                is_list = isinstance(value, yaml.SequenceNode) and value.value
-                yield f"{above}{key.value}", (key if is_list else value).end_mark.line
-
     lines = text.splitlines(keepends=True)
-    for path, line in ends(yaml.compose(text, yaml.SafeLoader), ""):
-        lines[line] = f"{lines[line].rstrip():<42}  # {comments[path]}\n" if path in comments else lines[line]
+
+    def add_below(node: Any, above: str) -> None:
+        for key, value in node.value:
+            path, is_block = f"{above}{key.value}", isinstance(value, yaml.CollectionNode) and value.value
+            if is_block and isinstance(value, yaml.MappingNode):
+                add_below(value, f"{path}.")
+            elif path in comments:
+                first, last = key.start_mark.line, (key if is_block else value).end_mark.line
+                beside = f"{lines[last].rstrip():<42}  # {comments[path]}\n"
+                if len(beside) <= 81:
+                    lines[last] = beside
+                else:
+                    lines[first] = f"{' ' * key.start_mark.column}# {comments[path]}\n{lines[first]}"
+
+    add_below(yaml.compose(text, yaml.SafeLoader), "")
     return "".join(lines)
 
 

@@ -136,8 +136,9 @@ def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None)
             undated.append(jobs[-1])
     if problems:
         raise ConfigError(list(problems))
-    begun = [load_tree(each.run.config)["data"].get("template_date") for each in jobs if each.run.config.exists()]
-    day = min(filter(None, begun), default=time.strftime("%Y-%m-%d"))[:10]
+    begun = [load_tree(each.run.config)["data"] for each in jobs if undated and each.run.config.exists()]
+    days = (data["template_date"] for data in begun if data.get("template_date"))
+    day = min(days, default=time.strftime("%Y-%m-%d"))[:10]
     for job in undated:  # in all jobs a template writes the day on which the sweep began
         job.overrides.append(f"data.template_date={day}")
     return jobs

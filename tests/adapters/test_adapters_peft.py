@@ -129,7 +129,9 @@ def assert_as_peft(mine: nn.Module, files: Path, base: Path) -> Any:
     own = {name: p.grad for name, p in mine.named_parameters() if p.requires_grad}
     assert own.keys() == gradients.keys()
     for name, gradient in own.items():
-        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        # 1e-5 of the largest, where that is above 1 (5 in the gaussian case): on a Zen 4 fp32 rounds to 5e-6 of it
+        atol = 1e-5 * max(1.0, float(gradients[name].abs().max()))
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
     assert all(p.grad is None for p in mine.parameters() if not p.requires_grad)
     theirs.save_pretrained(files.with_name("theirs"), save_embedding_layers=False)
     assert equal(load_file(files / WEIGHTS), load_file(files.with_name("theirs") / WEIGHTS))
