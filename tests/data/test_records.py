@@ -467,6 +467,28 @@ def test_a_number_as_content_is_text(tmp_path: Path) -> None:
         )
 
 
+def test_a_run_of_before_goes_on_where_its_tokens_are_the_same(tmp_path: Path) -> None:
+    """Its fingerprint says rules 2; those of other tokens are others."""
+    several = {**HI, "content": [{"type": "text", "text": text} for text in ("a", "b")]}
+    say = {"function": {"name": "say", "arguments": "5"}}
+    no = {"function": {"name": "say", "arguments": ""}}
+    for talk, template, rules in (
+        ([HI, {**YO, "tool_calls": [say]}], TEMPLATE, 2),
+        ([several, YO], TEMPLATE, 2),
+        ([several, YO], IN_BOTH, 3),
+        ([HI, YO], IN_BOTH, 2),
+        ([HI, YO], IN_PARTS, 3),
+        ([HI, {**YO, "content": 5}], TEMPLATE, 3),
+        ([HI, {**YO, "tool_calls": [no]}], TEMPLATE, 3),
+    ):
+        data = load(write_lines(tmp_path / "records.jsonl", [{"messages": talk}]), template)
+        assert data.tokenized is not None
+        content, special = data.tokenized.meta["content"], {"bos_token": END, "eos_token": END, "pad_token": END}
+        key = [content, [rules, 1, 0.0, None, "assistant", [], []], ByteTokenizer().fingerprint, [template, special]]
+        assert data.fingerprint == digest([digest(key), 400, "pad", True, "cut"])
+        assert data.description["rules"] == rules
+
+
 def test_one_row_of_a_hundred_is_enough_and_one_of_more_is_said(tmp_path: Path) -> None:
     rows = [{**ALPACA, "extra": LONG}, *[ALPACA] * 99]
     assert "'extra' (in 1 of 100 rows)" in refused(tmp_path, rows)[1]

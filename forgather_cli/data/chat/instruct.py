@@ -12,7 +12,7 @@ import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from forgather_cli.data.chat.conversations import READ, Conversation, conversati
 from forgather_cli.data.chat.keys import Keys, check_keys
 from forgather_cli.data.chat.markers import markers_of
 from forgather_cli.data.chat.marks import MARKS, unlearned_turns
-from forgather_cli.data.chat.template import CHATML, ChatTemplate
+from forgather_cli.data.chat.template import CHATML, ChatTemplate, Joined
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_records, with_splits
 from forgather_cli.data.text.hf import Rows, content_of_rows, origin_of, rows_of
@@ -177,8 +177,8 @@ class Rendered:
     """Its number, files of evaluation after those of training."""
     is_document: bool = False
     """A text without a template, learned whole, which the tokens around a document go with."""
-    as_before: bool = False
-    """0.3.0 has made the same text of it, of which chatml marks the same."""
+    rules: int = RULES - 1
+    """The first that have made the same of it; of 1, which 0.3.0 had, with chatml."""
     split: Split = "train"
 
 
@@ -202,8 +202,13 @@ def render(chats: Chats, keys: Keys, conversation: Conversation) -> Rendered:
         raise DataError(f"{error}; set data.chat_template") from error
     keys.note(conversation, text)
     key = json.dumps([messages, tools], sort_keys=True, default=str)
+    is_new = '"arguments": ""' in key or '"parameters": ""' in key
+    for message in messages:
+        (takes_text, takes_parts), content = chats.template.takes(message["role"]), message.get("content")
+        is_new |= takes_parts > takes_text or (isinstance(content, Joined) and (takes_parts or not content.parts))
     as_before = conversation.read <= _BEFORE and not unlearned and max(map(len, messages), default=0) == 2
-    return Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line, as_before=as_before)
+    rules = RULES if is_new else 1 if as_before else RULES - 1
+    return Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line, rules=rules)
 
 
 def _rendered(chats: Chats, keys: Keys, damage: Damage) -> Iterator[Rendered]:
@@ -240,16 +245,17 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]
 
     before = digest([content, [1, *old_rules], *others])  # the key that 0.3.0 has given them
+    second, key = (digest([content, [number, *rules], *others]) for number in (RULES - 1, RULES))
 
     def write(temporary: Path) -> Meta:
         made = _write(temporary, chats, cache.progress)
         same = _says_same(cache, before, temporary) or made["as_before"]
         return made | {"content": content, "formerly": before if same else None}
 
-    key = digest([content, [RULES, *rules], *others])
     directory, meta = cache.build_once("tokens", key, write)
     check_keys(option, meta["keys"])
-    return cached_tokens(directory, meta, has_targets=True)
+    made = cached_tokens(directory, meta, has_targets=True)
+    return made if meta["rules"] == RULES else replace(made, fingerprint=second)  # a run of before goes on
 
 
 def _content(cache: Cache, chats: Chats) -> str:
@@ -282,13 +288,13 @@ def _says_same(cache: Cache, key: str, made: Path) -> bool:
 def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     tokenizer, dtype = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size)
     changed = chats.option.mapping or (_BEFORE | {"tools"}).intersection(chats.option.ignore)
-    as_before, damage, unknown, keys = True, Damage(), set(), Keys(chats.option, chats.template)
+    rules, damage, unknown, keys = 1, Damage(), set(), Keys(chats.option, chats.template)
     meter = Meter(progress, sum(map(_num_bytes, chats.all_files)))
     with contextlib.ExitStack() as files:
         writers = {split: TargetsWriter(directory / split, dtype, files) for split in SPLITS}
         for chunk in chunks(_rendered(chats, keys, damage), meter.add):
             texts = [each.text for each in chunk]
-            as_before = as_before and all(each.as_before for each in chunk)
+            rules = max(rules, *(each.rules for each in chunk))
             unknown.update(unknown_markers(chats, texts))
             for each, (ids, inside) in zip(chunk, encoded(chunk, tokenizer), strict=True):
                 writers[each.split].add(ids, inside, (each.file, each.line))
@@ -309,8 +315,8 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
         **damage.lines(),
         "added": list(chats.added),
         "keys": keys.found(),
-        "as_before": as_before and chats.template.source == CHATML and not changed and not chats.added,
-        "rules": RULES,
+        "as_before": rules == 1 and chats.template.source == CHATML and not changed and not chats.added,
+        "rules": max(rules, RULES - 1),
         "dated": chats.dated,
         "unknown": sorted(unknown),
     }

@@ -50,7 +50,8 @@ class ChatDocuments:
         """What decides, beside rows and tokenizer, which ids and targets are made of them."""
         option, template = self.chats.option, self.chats.template
         keys = [option.messages_key, list(option.mapping.items()), self.chats.ignored, *self.chats.dated.values()]
-        return [RULES, option.train_on, option.too_long, *keys, [template.source, template.special_tokens]]
+        rules = RULES if template.takes("user") == (False, True) else RULES - 1
+        return [rules, option.train_on, option.too_long, *keys, [template.source, template.special_tokens]]
 
     def __reduce__(self) -> Any:  # to a data worker: a compiled template cannot travel
         return ChatDocuments, self._given
