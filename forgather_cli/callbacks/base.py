@@ -229,12 +229,6 @@ class BuiltIn(TrainerCallback, Generic[S]):
         self._tree = config_tree if self._tree is None else self._tree
 
 
-def _handles(callback: Any, event: str) -> bool:
-    """True if the callback's class defines the event itself, not the do-nothing of a base called TrainerCallback."""
-    method = getattr(type(callback), event, None)
-    return method is not None and not getattr(method, "__qualname__", "").startswith("TrainerCallback.")
-
-
 def _failed(name: str, event: str, error: Exception) -> CallbackError:
     return CallbackError(name, event, f"{type(error).__name__}: {error}")
 
@@ -318,7 +312,9 @@ class CallbackList:
             with contextlib.suppress(AttributeError):  # a subclass's own that cannot be set
                 callback.name = unique
         for event in EVENTS:
-            if _handles(callback, event):
+            method = getattr(type(callback), event, None)
+            # the do-nothing method of a base called TrainerCallback, Hugging Face's too, is none
+            if method is not None and not getattr(method, "__qualname__", "").startswith("TrainerCallback."):
                 self.handlers[event].append((unique, _handler(getattr(callback, event))))
         return unique
 
@@ -351,7 +347,10 @@ class CallbackList:
             except OSError as error:
                 if error.errno not in _DISK_IS_FULL:
                     raise _failed(name, event, error) from error
-                self._report_full_disk(name, event, error)
+                if not self.lost[name, event]:
+                    what = "callback %s in %s: %s; training continues, what it writes is lost"
+                    log.error(what, name, event, error.strerror)
+                self.lost[name, event] += 1
                 continue
             except Exception as error:
                 raise _failed(name, event, error) from error
@@ -360,11 +359,6 @@ class CallbackList:
             if not stopping and (control.should_training_stop or control.should_abort_without_save):
                 self.stopped = f"callback {name} in {event}"
                 log.info("callback %s stopped training in %s at step %d", name, event, state.global_step)
-
-    def _report_full_disk(self, name: str, event: str, error: OSError) -> None:
-        if not self.lost[name, event]:
-            log.error("callback %s in %s: %s; training continues, what it writes is lost", name, event, error.strerror)
-        self.lost[name, event] += 1
 
     def emit_quietly(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """``emit`` for a run that is failing already: what a handler raises is logged, the first cause stands."""

@@ -109,7 +109,11 @@ class TBLogger(BuiltIn[TensorboardSettings]):
 
             self._writer = SummaryWriter(str(self.run.tensorboard), purge_step=self._purge_step)
             self._purge_step = None  # a later reopening goes on
-            if chosen := self._hyperparameters():
+            chosen: dict[str, float | str] = {**self.run.typed()}  # numbers as such
+            for name, value in chosen.items():
+                with contextlib.suppress(ValueError):
+                    chosen[name] = float(value)
+            if chosen:
                 from torch.utils.tensorboard.summary import hparams
 
                 # not by add_hparams (torch 2.13), which makes a second run below this one
@@ -120,14 +124,6 @@ class TBLogger(BuiltIn[TensorboardSettings]):
             self._writer.add_text(*text)
         self._waiting.clear()
         return self._writer
-
-    def _hyperparameters(self) -> dict[str, float | str]:
-        """The settings typed for this run, numbers as such."""
-        chosen: dict[str, float | str] = {**self.run.typed()}
-        for name, value in chosen.items():
-            with contextlib.suppress(ValueError):
-                chosen[name] = float(value)
-        return chosen
 
     def _close(self) -> None:
         atexit.unregister(self._close)

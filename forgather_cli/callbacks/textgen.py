@@ -9,7 +9,6 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,9 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
             if state.is_world_process_zero:
                 show(_BAR, most, most)
         if state.is_world_process_zero:
-            add_text = self._add_text or partial(_add_literally, trainer)
+            add_text = self._add_text or (
+                lambda tag, text, step: trainer.tensorboard.add_text(tag, indented(text), step)
+            )
             self._write([printable(text) for text in completions], state.global_step, add_text)
 
     def _write(self, completions: list[str], step: int, add_text: AddText) -> None:
@@ -113,10 +114,6 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
         for number, (prompt, completion) in enumerate(pairs, 1):
             _show(prompt, completion, f"sample {number} at step {step}", self._stream)
             add_text(f"samples/{number}", prompt + completion, step)
-
-
-def _add_literally(trainer: Any, tag: str, text: str, step: int) -> None:
-    trainer.tensorboard.add_text(tag, indented(text), step)
 
 
 def written(

@@ -80,7 +80,8 @@ def average_models(sources: Sequence[Path], out: Path, *, verified: bool = False
     check_sources(sources)
     members = [_opened(source, verified) for source in sources]
     for other in members[1:]:
-        check_alike(members[0], other)
+        if (problem := next(_differences(members[0], other), None)) is not None:  # their mean would mean nothing
+            raise CheckpointError(f"{other.path}: cannot be averaged with {members[0].path}: {problem}")
     mean = _Mean(members, check)
     specs = members[-1].weights.specs()
     with new_directory(out, sum(spec.num_bytes for spec in specs.values())) as directory:
@@ -149,12 +150,6 @@ def _opened(source: Path, verified: bool) -> Member:
 
 
 # ------------------------------------------------------------------------------------------------------- comparisons
-
-
-def check_alike(first: Member, other: Member) -> None:
-    """Raise CheckpointError, naming the first difference, unless the mean of two models means something."""
-    if (problem := next(_differences(first, other), None)) is not None:
-        raise CheckpointError(f"{other.path}: cannot be averaged with {first.path}: {problem}")
 
 
 def _differences(first: Member, other: Member) -> Iterator[str]:

@@ -49,8 +49,7 @@ def try_save(
     shares = _on_all(share, group)
     files = plan([pieces for pieces, _ in shares], "trial").files
     growth = max(growth for _, growth in shares)
-    need = int(growth * sum(spec.num_bytes for file in files for spec in file.specs))
-    need -= spare
+    need = int(growth * sum(spec.num_bytes for file in files for spec in file.specs)) - spare
     if planned:
         _try_directory(run, need, group=group, rank=rank)
         return

@@ -282,9 +282,8 @@ def _pairs(option: Seq2SeqSettings, cache: Cache, num_sentinels: int) -> DataSpl
     description |= {**data.meta["origin"], **damage_of(data.meta), "content": data.meta["content"]}
     rules: list[Any] = [option.max_encoder_length, option.max_decoder_length, encoder, decoder]
     rules += [option.packing, option.too_long]
-    evaluation = made.get("eval")
+    evaluation = made.get("eval") or None  # one without pairs is none
     fingerprint = digest(["seq2seq", data.fingerprint, rules])
-    evaluation = evaluation if evaluation else None
     return DataSplits(made["train"], evaluation, tokenizer, fingerprint, option.seq_len, description, tokenized=data)
 
 

@@ -125,7 +125,14 @@ class Api:
         path = str(scope["path"]).strip("/").split("/")
         request = Request(str(scope["method"]), path, headers, receive, send)
         try:
-            self._admit(self.knows(scope["headers"]), headers.get(wire.VERSION_HEADER.lower()))
+            if not self.knows(scope["headers"]):
+                raise WireError(401, "the token is missing or wrong: set DILOCO_TOKEN or token_file to the server's")
+            if (version := headers.get(wire.VERSION_HEADER.lower())) != str(wire.WIRE_VERSION):
+                raise WireError(
+                    426,
+                    f"the wire's version is {wire.WIRE_VERSION} here, {version} there; install the same forgather on "
+                    "both",
+                )
             await self._route(request)
         except Gone:
             return
@@ -136,16 +143,6 @@ class Api:
         except OSError as error:
             await request.answer(
                 507, {"error": f"the server's disk: {error.strerror}; try again later"}, connection="close"
-            )
-
-    def _admit(self, has_token: bool, version: str | None) -> None:
-        """Raises WireError."""
-        if not has_token:
-            raise WireError(401, "the token is missing or wrong: set DILOCO_TOKEN or token_file to the server's")
-        if version != str(wire.WIRE_VERSION):
-            raise WireError(
-                426,
-                f"the wire's version is {wire.WIRE_VERSION} here, {version} there; install the same forgather on both",
             )
 
     async def _route(self, request: Request) -> None:
@@ -201,10 +198,9 @@ class Api:
         generation, stood = self._service.rounds.register(name, secret, now=time.monotonic(), **given)
         self._service.write_registry()
         self._service.notify()
-        settings = self._service.settings
         shared = ("mode", "sync_every", "compression", "compression_down", "stochastic_rounding", "num_fragments",
                   "overlap", "alpha", "weighting", "max_rounds", "workers")  # fmt: skip
-        told = {key: getattr(settings, key) for key in shared} | {"seed": self._service.model.seed}
+        told = {key: getattr(self._service.settings, key) for key in shared} | {"seed": self._service.model.seed}
         return {"generation": generation, "settings": told, "stood": stood}
 
     async def _next(self, raw: dict[str, Any], receive: Receive) -> dict[str, Any]:

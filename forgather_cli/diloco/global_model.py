@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import math
 import time
@@ -40,7 +38,8 @@ from forgather_cli.diloco.submissions import Submissions
 from forgather_cli.errors import CheckpointError, SetupError, TrainingError
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.run_dir import RunDir, shown, step_of
-from forgather_cli.trainer.checkpoints import identity_of, kept_tensors, load_model, stem_of, stored
+from forgather_cli.trainer.checkpoints import fingerprint_of, identity_of, kept_tensors, load_model, stem_of, stored
+from forgather_cli.trainer.states import ToCompare
 from forgather_cli.worker import build
 
 log = logging.getLogger(__name__)
@@ -295,7 +294,6 @@ class GlobalModel:
         """
         if self.saved == number:
             return
-        identity = identity_of(self._run)
         fine = self._checkpointer.save(
             number,
             model=self._rows(),
@@ -306,9 +304,7 @@ class GlobalModel:
             info={
                 "strategy": "diloco",
                 "round": number,
-                "config_fingerprint": hashlib.sha256(
-                    json.dumps([identity, hash], sort_keys=True, default=str).encode()
-                ).hexdigest()[:16],
+                "config_fingerprint": fingerprint_of([identity_of(self._run), hash]),
             },
             metrics=metrics,
         )
@@ -332,7 +328,7 @@ class GlobalModel:
     def _components(self, number: int, hash: str) -> list[Component]:
         identity = {"config": self._run.config_tree, "data": self._run.data_description}
         states: dict[str, dict[str, Any]] = {"diloco": {"round": number, "hash": hash}, "identity": identity}
-        return [Component(key, _State(state), Sharing.GLOBAL) for key, state in states.items()]
+        return [Component(key, ToCompare(state), Sharing.GLOBAL) for key, state in states.items()]
 
 
 def _length(row: Any) -> int:
@@ -352,19 +348,6 @@ def _bounded(line: Line, most: Callable[[Sequence[Range], int], int]) -> Line:
         for sent, w in line.closed.submissions
     ]
     return replace(line, closed=replace(line.closed, submissions=tuple(sent)))
-
-
-class _State:
-    """A component that is read by ``Reader.state`` alone."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: Any) -> None:
-        raise AssertionError("never restored as a whole")
 
 
 def replay(run: RunDir, settings: DilocoServerSettings, ledger: Sequence[Line]) -> tuple[int, list[str]]:

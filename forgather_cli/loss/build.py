@@ -40,7 +40,10 @@ def build_loss(
         return UserLoss(loss_fn)
     match option:
         case Target():
-            return UserLoss(_from_target(option))
+            found = import_target(option.path, "loss")
+            if isinstance(found, type):
+                return UserLoss(make(found, "loss", option.path, **option.kwargs))
+            return UserLoss(partial(found, **option.kwargs))
         case LinearCrossEntropySettings(z_loss=z_loss, label_smoothing=smoothing, chunk_size=chunk_size):
             return LinearCrossEntropy(z_loss=z_loss, label_smoothing=smoothing, chunk_size=chunk_size)
         case LigerSettings(z_loss=z_loss, label_smoothing=smoothing):
@@ -51,11 +54,3 @@ def build_loss(
             return CutCrossEntropy()
     option = option or CrossEntropySettings()
     return CrossEntropy(z_loss=option.z_loss, label_smoothing=option.label_smoothing)
-
-
-def _from_target(target: Target) -> LossFn:
-    found = import_target(target.path, "loss")
-    if isinstance(found, type):
-        made: LossFn = make(found, "loss", target.path, **target.kwargs)
-        return made
-    return partial(found, **target.kwargs)

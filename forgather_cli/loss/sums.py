@@ -93,7 +93,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Tensor) -> Any:
         (scale,) = outputs
-        grads, keep = ctx.grads, _graph_is_kept()
+        grads = ctx.grads
+        # zero-bubble schedules keep the graph: first comes the gradient of a stage's inputs, later that of its weights
+        keep: bool = torch._C._autograd._get_current_graph_task_keep_graph()
         if grads is None:
             raise RuntimeError("linear_cross_entropy: its gradients are gone after one backward pass")
         if not keep:
@@ -103,14 +105,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
             for g, d in zip((grads.hidden, grads.weight, grads.bias), ctx.dtypes, strict=True)
         ]
         return *scaled, None, None, None, None, None
-
-
-def _graph_is_kept() -> bool:
-    """Whether the backward pass that runs now keeps its graph for another one, as zero-bubble schedules do: first comes
-    the gradient of a stage's inputs, later that of its weights.
-    """
-    kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
-    return kept
 
 
 class _Gradients:

@@ -45,7 +45,13 @@ def construct(
     """The model of a run without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
     where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
     if num_new and not isinstance(config.adapter, NoAdapter):
-        _check_frozen_rows(config, vocab_size or 0, num_new)
+        rows = own_vocab_size(config.model) or 0  # a frozen base learns no new ones
+        if (vocab_size or 0) > rows:
+            raise ModelError(
+                f"data.add_tokens: {num_new} tokens are to be added to a base of {rows:,} rows, which an adapter "
+                "leaves as it is; add them to the base first (forgather finalize BASE GROWN --add-tokens FILE, "
+                "model.path=GROWN), or set data.add_tokens=false"
+            )
     if isinstance(config.model, Target) and where.type == "meta":
         where = torch.device("cpu")
     with where:
@@ -64,17 +70,6 @@ def construct(
             "or data=seq2seq"
         )
     return model
-
-
-def _check_frozen_rows(config: Config, tokens: int, num_new: int) -> None:
-    """Raise ModelError where tokens that the data add have no row in a frozen base."""
-    rows = own_vocab_size(config.model) or 0
-    if tokens > rows:
-        raise ModelError(
-            f"data.add_tokens: {num_new} tokens are to be added to a base of {rows:,} rows, which an adapter leaves as "
-            "it is; add them to the base first (forgather finalize BASE GROWN --add-tokens FILE, model.path=GROWN), "
-            "or set data.add_tokens=false"
-        )
 
 
 def fill(config: Config, device: torch.device, module: nn.Module, seed: int, *, num_known: int | None = None) -> None:

@@ -232,12 +232,11 @@ def _sliding_window(model_type: str, config: dict[str, Any]) -> int | None:
     window = config["sliding_window"]
     if model_type in ("llama", "mistral"):
         return window if model_type == "mistral" else None
-    layers = config["num_hidden_layers"]
     if not config.get("use_sliding_window", False) or window is None:
         return None
     first = config.get("max_window_layers", 28)
     types = config.get("layer_types") or [
-        "sliding_attention" if i >= first else "full_attention" for i in range(layers)
+        "sliding_attention" if i >= first else "full_attention" for i in range(config["num_hidden_layers"])
     ]
     if set(types) == {"full_attention"}:
         return None

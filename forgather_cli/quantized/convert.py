@@ -75,14 +75,10 @@ def converted(model: nn.Module, option: FP8Settings | QATSettings, device: torch
             "choose precision=bf16 or another model"
         )
     for name in names:
-        convert(_linear(model, name))
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        convert(layer)
     return Conversion(what, tuple(names), left)
-
-
-def _linear(model: nn.Module, name: str) -> nn.Linear:
-    layer = model.get_submodule(name)
-    assert isinstance(layer, nn.Linear)
-    return layer
 
 
 def emulated(option: FP8Settings, device: torch.device) -> bool:

@@ -212,8 +212,7 @@ def forward_through(
             elif rank == owners[stage]:
                 operations.append(dist.P2POp(dist.isend, made[stage].contiguous(), owners[stage + 1], group))
             else:
-                boundary = modules[stage + 1].boundary
-                received = boundary.empty(batches[index]["input_ids"], device)
+                received = modules[stage + 1].boundary.empty(batches[index]["input_ids"], device)
                 operations.append(dist.P2POp(dist.irecv, received, owners[stage], group))
                 waiting[stage + 1, index] = received
         for work in dist.batch_isend_irecv(operations) if operations else ():

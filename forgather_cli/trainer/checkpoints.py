@@ -74,7 +74,9 @@ class Checkpoints:
             run.run_dir, args=run.config, group=run.cpu_group, rank=run.world.rank, world_size=run.world.size
         )
         self.published = self._checkpointer.newly_published
-        self.wait_if_late = self._checkpointer.wait_if_late
+        self.wait, self.wait_if_late = self._checkpointer.wait, self._checkpointer.wait_if_late
+        self.failures = self._checkpointer.failures
+        """(step, reason) of every save that was not published; the same on all ranks."""
         self._checkpointer.clean()
 
     def __enter__(self) -> Checkpoints:
@@ -100,7 +102,7 @@ class Checkpoints:
 
         ``rollbacks``: number of the run's rollbacks so far.
         """
-        run, identity = self._run, identity_of(self._run)
+        run = self._run
         run.check_weights_are_equal()
         if run.world.rank == 0 and not self._has_recorded_files:
             with suppress(OSError):  # the save itself will say so
@@ -119,10 +121,7 @@ class Checkpoints:
                 "final": run.state.global_step == run.state.max_steps,
                 "rollbacks": rollbacks,
                 "epoch": run.state.epoch,
-                # a checkpoint of another run at the same step is not taken for this one's
-                "config_fingerprint": hashlib.sha256(
-                    json.dumps(identity, sort_keys=True, default=str).encode()
-                ).hexdigest()[:16],
+                "config_fingerprint": fingerprint_of(identity_of(run)),
             },
             metrics=metrics,
             healthy=run.state.healthy,
@@ -132,15 +131,6 @@ class Checkpoints:
     def is_done(self) -> bool:
         """True if this rank is not writing a checkpoint."""
         return self._checkpointer.is_done
-
-    @property
-    def failures(self) -> list[tuple[int, str]]:
-        """(step, reason) of every save that was not published; the same on all ranks."""
-        return self._checkpointer.failures
-
-    def wait(self) -> None:
-        """Until the save in flight is published or has failed."""
-        self._checkpointer.wait()
 
     def _components(self) -> list[Component]:
         """Collective. All that is saved beside weights and moments."""
@@ -398,6 +388,11 @@ def identity_of(run: TrainingRun) -> dict[str, Any]:
     """What a checkpoint says that it was made with."""
     base = {} if run.base is None else {"base": run.base}
     return {"config": run.config_tree, "data": run.data_description, **base}
+
+
+def fingerprint_of(identity: Any) -> str:
+    """16 hex digits, so that a checkpoint of another run at the same step is not taken for this one's."""
+    return hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def _is_parameter(tensor: Tensor) -> bool:

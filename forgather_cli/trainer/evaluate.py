@@ -142,10 +142,8 @@ def evaluate(
     not count in the metrics.
     """
     start = time.perf_counter()
-    loss_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
-    target_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
-    token_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
-    byte_sum = torch.zeros((), dtype=torch.float64, device=strategy.device)
+    zeros = (torch.zeros((), dtype=torch.float64, device=strategy.device) for _ in range(4))
+    loss_sum, target_sum, token_sum, byte_sum = zeros
     token_bytes = None if token_bytes is None else token_bytes.to(strategy.device)
     samples, has_labels = 0, False
     newest: list[Batch] = []

@@ -71,14 +71,10 @@ class OptimizerRecipe:
                 "optimizer_groups: the scheduler in optimizers was made for other groups; give lr_scheduler_factory in "
                 "its place"
             )
-        if isinstance(self.groups, dict):
-            yield from self._group_problems(self.groups)
-
-    def _group_problems(self, groups: dict[str, GroupSettings]) -> Iterator[str]:
-        """Of an optimizer of the user's; groups of one that the settings choose are checked with these."""
-        if self.way is None:
+        # groups of an optimizer that the settings choose are checked with these
+        if self.way is None or not isinstance(self.groups, dict):
             return
-        for name, group in groups.items():
+        for name, group in self.groups.items():
             where = f"optimizer_groups.{name}"
             yield from regex_problems(where, group.regex)
             if group.optimizer is not None:

@@ -54,7 +54,10 @@ def own_components(
             own = list(_problems(each, groups, reserved))
             problems += own
             if not own:
-                found[each.key] = _component(each, groups)
+                group = each.group_id
+                if each.process_group is not None:
+                    group = "ranks " + ",".join(map(str, dist.get_process_group_ranks(groups[each.process_group])))
+                found[each.key] = Component(each.key, each.object, Sharing(each.sharing), each.required, group)
     kinds = gather(([(key, c.sharing.value, c.required) for key, c in found.items()], problems), cpu_group)
     if wrong := list(dict.fromkeys(problem for _, of_rank in kinds for problem in of_rank)):
         raise ConfigError(wrong)
@@ -97,10 +100,3 @@ def _problems(each: StateComponent, groups: Mapping[str, Any], reserved: Collect
             )
     elif each.process_group is not None or (each.group_id is not None and sharing is not Sharing.PER_NODE):
         yield f"{_named(each)}: only sharing=per_group has a group, got {sharing.value}; leave the group out"
-
-
-def _component(each: StateComponent, groups: Mapping[str, Any]) -> Component:
-    group = each.group_id
-    if each.process_group is not None:
-        group = "ranks " + ",".join(map(str, dist.get_process_group_ranks(groups[each.process_group])))
-    return Component(each.key, each.object, Sharing(each.sharing), each.required, group)

@@ -137,7 +137,9 @@ class StrategyState:
 
 
 class ToCompare:
-    """State that is saved as a component but not restored as one: optimizer groups, and the identity to compare."""
+    """State that is saved as a component but not restored as one: optimizer groups, the identity to compare, a
+    DiLoCo server's round.
+    """
 
     def __init__(self, state: dict[str, Any]) -> None:
         self._state = state

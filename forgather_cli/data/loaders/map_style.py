@@ -170,9 +170,8 @@ class MapStyleSteps:
 
     def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
         """This rank's batches of each step from a position to the end of the epoch, and the position after each."""
-        epoch = position["epoch"]
         ranges = position.get("ranges")
-        found = self._requests(epoch, position["sample"]) if ranges is None else self._requests_of(ranges)
+        found = self._requests(position["epoch"], position["sample"]) if ranges is None else self._requests_of(ranges)
         # two iterators over the steps' requests: workers consume the second one further, for batches of later steps
         steps, steps_ahead = tee(found)
         batches = self._batches.read(request for requests, _ in steps_ahead for request in requests)

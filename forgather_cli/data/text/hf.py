@@ -156,10 +156,9 @@ def _explained(option: DatasetSettings, library: Any) -> Iterator[None]:
     except DataError:
         raise
     except ConnectionError as error:
-        cache = library.config.HF_DATASETS_CACHE
         raise DataError(
-            f"{name} is not in the cache ({cache}), and the hub cannot be reached; go online, set HF_HOME to a cache "
-            f"that has it, or name local files: {_LOCAL}"
+            f"{name} is not in the cache ({library.config.HF_DATASETS_CACHE}), and the hub cannot be reached; go "
+            f"online, set HF_HOME to a cache that has it, or name local files: {_LOCAL}"
         ) from error
     except missing as error:
         raise DataError(
