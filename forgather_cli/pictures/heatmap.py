@@ -87,7 +87,7 @@ def draw_heatmap(runs: Sequence[RunDir], kind: Kind) -> Figure:
             axes.tick_params(labelleft=False)
     bar = figure.colorbar(mesh, ax=list(places), location="top", fraction=0.05, aspect=50, pad=0.01)
     bar.outline.set_visible(False)
-    short = scale.vmax < 1000 * scale.vmin  # than powers of ten alone would tell much of
+    short = top < 1000 * bottom  # than powers of ten alone would tell much of
     bar.ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if short else (1,)))
     bar.ax.xaxis.set_minor_locator(NullLocator())
     bar.ax.xaxis.set_major_formatter(FuncFormatter(style.plain))
