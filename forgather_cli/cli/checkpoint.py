@@ -105,14 +105,8 @@ def _print_list(found: list[CheckpointInfo]) -> None:
     for info in found:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
         numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
-        marks = {
-            "damaged": info.problem,
-            "best": info.best and not info.problem,
-            "final": info.final and not info.problem,
-            "not healthy": not info.healthy and not info.problem,
-            "abandoned": info.abandoned and not info.problem,
-        }
-        told = ", ".join(mark for mark, holds in marks.items() if holds)
+        marks = {"best": info.best, "final": info.final, "not healthy": not info.healthy, "abandoned": info.abandoned}
+        told = "damaged" if info.problem else ", ".join(mark for mark, holds in marks.items() if holds)
         rows.append((str(info.step), *numbers, human_bytes(info.size_bytes), local_time(info.created), told))
         styles.append("red" if info.problem else "bold" if info.best else "")
     print_table(columns, rows, styles)
@@ -285,6 +279,7 @@ def edit(
     if not words:
         raise ConfigError("checkpoint edit: nothing to change; give settings as key=value, such as learning_rate=1e-4")
     with only_json(as_json), doing("reading and writing the state"):
+        from forgather_cli.checkpoint.choice import would_resume
         from forgather_cli.checkpoint.edit import edit_checkpoint
 
         reader = _reader(source)
@@ -297,22 +292,14 @@ def edit(
     for name, values in made.changes.items():
         tell(f"{name}: " + " -> ".join(f"{v:g}" if isinstance(v, float) else str(v) for v in values))
     tell(f"as it was: {shown(made.backup)}")
-    if how := _how_to_resume(reader.path, words):
-        tell(how)
+    path = reader.path.resolve()
+    run = run_of(reader.path)
+    newest = would_resume(run) if run is not None else None
+    if run is not None and newest is not None and newest.path.resolve() != path:
+        command = ["forgather", "resume", shown(run.root), f"resume_from_checkpoint={quoted(path)}", *words]
+        what = f"a plain forgather resume starts from {newest.path.name}; to resume from the edited one"
+        tell(f"{what}: {shlex.join(command)}")
     typer.echo(shown(reader.path))
-
-
-def _how_to_resume(path: Path, words: list[str]) -> str | None:
-    """The remedy where the run would resume from another checkpoint than the edited one, at ``path``."""
-    from forgather_cli.checkpoint.choice import would_resume
-
-    run = run_of(path)
-    newest = None if run is None else would_resume(run)
-    if run is None or newest is None or newest.path.resolve() == path.resolve():
-        return None
-    command = ["forgather", "resume", shown(run.root), f"resume_from_checkpoint={quoted(path.resolve())}", *words]
-    where = newest.path.name
-    return f"a plain forgather resume starts from {where}; to resume from the edited one: {shlex.join(command)}"
 
 
 def _reader(source: Path) -> Reader:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -190,9 +190,8 @@ TokenFile = Annotated[
 ]
 
 
-@contextlib.contextmanager
-def _asking(run: Path | None, server: str | None, token_file: Path | None) -> Iterator[Client]:
-    """The server that was named. Raises ConfigError, ControlError."""
+def _client(run: Path | None, server: str | None, token_file: Path | None) -> Client:
+    """To be closed: of the server that was named. Raises ConfigError, ControlError."""
     from forgather_cli.diloco.client import Client
 
     if (run is None) == (server is None):
@@ -202,9 +201,7 @@ def _asking(run: Path | None, server: str | None, token_file: Path | None) -> It
     if server is not None:
         if not token:
             raise ConfigError("--server: needs the server's token; set DILOCO_TOKEN, or give --token-file FILE")
-        with contextlib.closing(Client(server, token, setting="--server")) as client:
-            yield client
-        return
+        return Client(server, token, setting="--server")
     assert run is not None
     place = RunDir(run)
     if not place.diloco.is_file():
@@ -221,10 +218,7 @@ def _asking(run: Path | None, server: str | None, token_file: Path | None) -> It
 
         tls = ssl.create_default_context(cafile=load_server_settings([], place.diloco).tls_certificate)
         tls.check_hostname = False  # our own file says who it is; the name in its certificate may be another one's
-    with contextlib.closing(
-        Client(f"https://{address}" if tls else address, token, setting=str(run), tls=tls)
-    ) as client:
-        yield client
+    return Client(f"https://{address}" if tls else address, token, setting=str(run), tls=tls)
 
 
 @app.command(cls=Command)
@@ -236,7 +230,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show a server's round and its workers, anew every second."""
-    with _asking(run, server, token_file) as found:
+    with closing(_client(run, server, token_file)) as found:
         with doing("waiting for the server"):
             document = found.call("/status")
         if as_json:
@@ -297,7 +291,7 @@ def save(
     run: RunArgument = None, server: ServerOption = None, token_file: TokenFile = None, as_json: AsJson = False
 ) -> None:
     """Write a checkpoint of the newest round now, and go on."""
-    with _asking(run, server, token_file) as found:
+    with closing(_client(run, server, token_file)) as found:
         wanted = found.call("/control", {"command": "save"})["round"]
         if wanted is None:
             raise ControlError("no round is open yet, so there is nothing to save; wait for its workers")
@@ -317,10 +311,10 @@ def stop(
     as_json: AsJson = False,
 ) -> None:
     """End at the end of the round: save, and tell the workers to save and end."""
-    with _asking(run, server, token_file) as found:
+    with closing(_client(run, server, token_file)) as found:
         found.call("/control", {"command": "stop_now" if now else "stop"})
         status = found.call("/status")
-        with contextlib.suppress(ControlError):  # it is gone: that is what was asked for
+        with suppress(ControlError):  # it is gone: that is what was asked for
             while True:
                 status = found.call("/status")
                 time.sleep(_PAUSE)

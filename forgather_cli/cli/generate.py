@@ -149,18 +149,13 @@ def _checked(ctx: typer.Context, greedy: bool) -> Sampling:
     try:
         sampling = decode_sampling({**given, **({"temperature": 0} if greedy else {})})
     except ConfigError as error:
-        problems += [_as_option(problem) for problem in error.problems]
+        told = (problem.partition(":") for problem in error.problems)  # top_p: must be ...
+        problems += [f"--{name.replace('_', '-')}:{rest}" for name, _, rest in told]
     if problem := wrong_device(values["device"]):
         problems.append(f"--device: {problem}")
     if problems:
         raise ConfigError(problems)
     return sampling
-
-
-def _as_option(problem: str) -> str:
-    """``top_p: must be ...`` as the command names it."""
-    name, _, rest = problem.partition(":")
-    return f"--{name.replace('_', '-')}:{rest}"
 
 
 def _given(prompt: str | None, prompts: Path | None, chat: bool) -> list[Prompt]:

@@ -39,10 +39,6 @@ Runs = Annotated[
 ]
 
 
-@app.callback()
-def _group() -> None: ...
-
-
 @app.command(cls=Command)
 @doing("reading the runs")
 def summary(

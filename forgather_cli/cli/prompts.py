@@ -123,24 +123,17 @@ def write_all(
         file = None if output is None else stack.enter_context(_opened(output))
         for start in range(0, len(work), batch_size):
             batch = work[start : start + batch_size]
+            texts: dict[int, Text] = {}  # by row
             with only_json(as_json), doing("writing the texts"):
-                texts = _batch(model, batch, sampling)
-            for (number, prompt, _), text in zip(batch, texts, strict=True):
-                _tell(number, prompt, text, file, as_json)
-            tell_of_limit(model, texts)
+                for in_chat in (False, True):  # both may stand in one file, but end differently
+                    rows = [row for row, (_, prompt, _) in enumerate(batch) if (prompt.messages is not None) == in_chat]
+                    made = model.write([batch[row][2] for row in rows], sampling, in_chat=in_chat) if rows else []
+                    texts |= zip(rows, made, strict=True)
+            for row, (number, prompt, _) in enumerate(batch):
+                _tell(number, prompt, texts[row], file, as_json)
+            tell_of_limit(model, texts.values())
     if output is not None:
         tell(f"{len(work)} texts in {output}", sys.stderr)
-
-
-def _batch(model: Generator, batch: Sequence[tuple[int, Prompt, list[int]]], sampling: Sampling) -> list[Text]:
-    """Conversations and plain prompts may stand in one file, but end differently."""
-    texts: dict[int, Text] = {}
-    for in_chat in (False, True):
-        rows = [row for row, (_, prompt, _) in enumerate(batch) if (prompt.messages is not None) == in_chat]
-        if rows:
-            made = model.write([batch[row][2] for row in rows], sampling, in_chat=in_chat)
-            texts.update(zip(rows, made, strict=True))
-    return [texts[row] for row in range(len(batch))]
 
 
 def _opened(path: Path) -> TextIO:

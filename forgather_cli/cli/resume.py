@@ -43,10 +43,16 @@ def resume(
         run_dir, config_dir = run_dir.absolute(), config_dir and config_dir.absolute()
 
     def compose() -> Loaded:
+        from forgather_cli.checkpoint.retention import pending
         from forgather_cli.config.load import reload_config
 
         _mend(RunDir(run_dir))
-        return reload_config(run_dir, check_overrides(overrides), config_dir=config_dir, edited=_edited(run_dir))
+        words = check_overrides(overrides)
+        edited: dict[str, Any] = {}
+        if found := pending(RunDir(run_dir)):  # what forgather checkpoint edit has written into the checkpoint
+            path, edited = found
+            tell(f"{', '.join(edited)}: as edited in {shown(path)}", sys.stderr)
+        return reload_config(run_dir, words, config_dir=config_dir, edited=edited)
 
     if RunDir(run_dir).diloco.is_file():
         from forgather_cli.cli.diloco import resume_server
@@ -96,15 +102,3 @@ def _working_in(directory: Path) -> Iterator[None]:
             yield
     finally:
         del os.environ[CALLED_FROM]
-
-
-def _edited(run_dir: Path) -> dict[str, Any]:
-    """The settings that ``forgather checkpoint edit`` has written into the checkpoint to resume from."""
-    from forgather_cli.checkpoint.retention import pending
-
-    found = pending(RunDir(run_dir))
-    if found is None:
-        return {}
-    path, settings = found
-    tell(f"{', '.join(settings)}: as edited in {shown(path)}", sys.stderr)
-    return settings

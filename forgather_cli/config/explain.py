@@ -54,24 +54,20 @@ def explain(key: str, config_dir: Path | None = None) -> list[Explained | Explai
     """
     search, known = search_path(config_dir), settings()
     if search.is_group(key):
-        return [_explained_group(key, search, config_dir)]
+        chosen: dict[str, str] = {}
+        for info in recipes(config_dir):
+            with contextlib.suppress(ConfigError):  # of a broken recipe other commands tell
+                for layer in read_recipe(info.name, search, Path.cwd()).layers:
+                    chosen |= {info.name: ", ".join(map(str, layer.chosen[key]))} if key in layer.chosen else {}
+        below = [path.split(".") for path in known if path.startswith(f"{key}.")]
+        names = [".".join(parts[:2]) if key == "callbacks" else parts[1] for parts in below]
+        return [ExplainedGroup(key, groups(config_dir)[key], chosen, list(dict.fromkeys(names)))]
     paths = [key] if key in known else [path for path in known if path.endswith(f".{key}")]
     if bare := [path for path in ending_with(key) if path in paths]:  # those that an override of this name sets
         paths = bare
     if not paths:
         raise ConfigError(f"{key}: unknown setting;{nearest(key) or ' forgather config show lists all'}")
     return [_explained(known[path], search, config_dir) for path in paths]
-
-
-def _explained_group(group: str, search: SearchPath, config_dir: Path | None) -> ExplainedGroup:
-    chosen: dict[str, str] = {}
-    for info in recipes(config_dir):
-        with contextlib.suppress(ConfigError):  # of a broken recipe other commands tell
-            for layer in read_recipe(info.name, search, Path.cwd()).layers:
-                chosen |= {info.name: ", ".join(map(str, layer.chosen[group]))} if group in layer.chosen else {}
-    below = [path.split(".") for path in settings() if path.startswith(f"{group}.")]
-    names = [".".join(parts[:2]) if group == "callbacks" else parts[1] for parts in below]
-    return ExplainedGroup(group, groups(config_dir)[group], chosen, list(dict.fromkeys(names)))
 
 
 def _explained(setting: Setting, search: SearchPath, config_dir: Path | None) -> Explained:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -130,53 +129,55 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
     return node
 
 
+@dataclass(frozen=True)
+class _Option:
+    """What is chosen in a group, as it is typed; its type, ``_target_`` for a class of the user's; and by path what it
+    says."""
+
+    text: str
+    kind: str | None
+    says: dict[str, Any]
+
+
+def _option(group: str, names: list[Any], path: SearchPath) -> _Option:
+    says = {each: said for name in names for each, (said, _) in option_leaves(path, group, str(name)).items()}
+    kind = "_target_" if f"{group}._target_" in says else says.get(f"{group}.type")
+    return _Option(f"{group}={','.join(map(str, names))}", kind, says) if names else _Option(f"~{group}", "", {})
+
+
 def _settle(recipe: Recipe, path: SearchPath) -> None:
     """Settle what each layer sets before anything is composed, where it then counts as its file stands.
 
     Bare keys are put where they belong, by the options of their file, or those that it is used with. What files set of
-    an option that a later layer replaces by one without such settings is taken out; nobody knows which settings a class
-    of the user's takes, so that with it all go that the new option lacks.
+    an option that a later layer replaces by one without such settings is taken out.
     """
-
-    @cache
-    def option(group: str, *names: str) -> tuple[str, str | None, dict[str, Any]]:
-        """Options as they are typed, their type (``_target_`` for the user's own), and by path what they say."""
-        says = {each: value for name in names for each, (value, _) in option_leaves(path, group, name).items()}
-        kind = "_target_" if f"{group}._target_" in says else says.get(f"{group}.type")
-        return (f"{group}={','.join(names)}", kind, says) if names else (f"~{group}", "", {})
-
-    now: dict[str, tuple[str, str | None, dict[str, Any]]] = {}
-    chosen = {group: map(str, names) for layer in recipe.layers for group, names in layer.chosen.items()}
-    last = [option(group, *chosen.get(group, ()))[2] for group in BARE_GROUPS]
-    known = {each for layer in recipe.layers if layer.file for each in layer.given}.union(*last)
+    chosen = [
+        {group: _option(group, layer.chosen[group], path) for group in BARE_GROUPS if group in layer.chosen}
+        for layer in recipe.layers
+    ]
+    last = {group: option for options in chosen for group, option in options.items()}
+    files = [layer.given for layer in recipe.layers if layer.file]
+    known = set[str]().union(*files, *(option.says for option in last.values()))
+    now: dict[str, _Option] = {}  # by group, what this layer trains with
     for number, layer in enumerate(recipe.layers):
         for group in BARE_GROUPS:
-            in_place = f"{group}._target_" in (*layer.given, *layer.bare)
-            if group not in layer.chosen and not in_place:
+            old, new = now.get(group), chosen[number].get(group)
+            if in_place := f"{group}._target_" in (*layer.given, *layer.bare):
+                new = _Option(f"{group}._target_", "_target_", {})
+            if new is None:
                 continue
-            before, was, _ = now.get(group, ("", None, {}))
-            now[group] = option(group, *map(str, layer.chosen.get(group, [])))
-            label, kind, says = now[group] = (f"{group}._target_", "_target_", {}) if in_place else now[group]
-            if kind is None or label == before or (in_place and was == "_target_"):
+            now[group] = new
+            if old is None or new.kind is None or new.text == old.text or (in_place and old.kind == "_target_"):
                 continue
-            own, gone = {".".join(each.split(".")[:2]) for each in says}, {}
-            for at in recipe.layers[:number]:
-                for each in [each for each in at.given if each.startswith(f"{group}.")]:
-                    top = ".".join(each.split(".")[:2])
-                    kinds = setting.types if (setting := lookup(top)) else ()
-                    has = top in own if kind == "_target_" else kind in kinds
-                    if not has and (was == "_target_" or was in kinds):
-                        gone[top] = named(at.file)
-                        del at.given[each]
-                        at.node[group].pop(top.split(".")[1], None)
-            if gone:
+            if gone := _leave_out(recipe.layers[:number], group, old, new):
                 where = ", ".join(dict.fromkeys(gone.values()))
                 by = f", which {named(layer.file)} chooses" if layer.file else ""
-                recipe.notes.append(f"{', '.join(gone)}: set in {where} for {before}; left out under {label}{by}")
+                recipe.notes.append(f"{', '.join(gone)}: set in {where} for {old.text}; left out under {new.text}{by}")
                 recipe.left_out += gone
-        types = {group: str(kind) for group, (_, kind, _) in now.items()}
+        types = {group: str(option.kind) for group, option in now.items()}
+        leaves = known.union(*(option.says for option in now.values()))
         for key, value in layer.bare.items():
-            target, problem = full_path(key, known.union(*(says for *_, says in now.values())), types)
+            target, problem = full_path(key, leaves, types)
             inside = (p for p in layer.given if f"{p}.".startswith(f"{target}.") or target.startswith(f"{p}."))
             if problem is None and (twice := next(inside, None)):
                 problem = f"{key}: set twice, {layer.given[twice].key} being the same setting; keep one"
@@ -189,6 +190,26 @@ def _settle(recipe: Recipe, path: SearchPath) -> None:
             tree[name] = value
             below = {each: Change(each, part, source=layer.file) for each, part in walk(value, target, lists=False)}
             layer.given |= {**below, target: Change(key, value, source=layer.file)}
+
+
+def _leave_out(layers: list[Layer], group: str, old: _Option, new: _Option) -> dict[str, str]:
+    """Take out what ``layers`` set of an option that is replaced; returns the settings, and the file that had each.
+
+    Nobody knows which settings a class of the user's takes, so that with it all go that the new option lacks.
+    """
+    said = {each.split(".")[1] for each in new.says}
+    gone: dict[str, str] = {}
+    for layer in layers:
+        for path in [path for path in layer.given if path.startswith(f"{group}.")]:
+            name = path.split(".")[1]
+            setting = lookup(f"{group}.{name}")
+            kinds = setting.types if setting else ()
+            stays = name in said if new.kind == "_target_" else new.kind in kinds
+            if not stays and (old.kind == "_target_" or old.kind in kinds):
+                gone[f"{group}.{name}"] = named(layer.file)
+                del layer.given[path]
+                layer.node[group].pop(name, None)
+    return gone
 
 
 def _entry_problem(entry: Any, file: Path, path: SearchPath) -> str | None:

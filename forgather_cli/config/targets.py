@@ -36,7 +36,8 @@ def target_problems(config: Config) -> list[str]:
     Imports the users' modules, and with them what those import.
     """
     found = list(_targets(config))
-    if objects := [where for where, target, _ in found if target.is_object]:
+    # of an object that a script gave there is only the name, in angle brackets
+    if objects := [where for where, target, _ in found if target.path.startswith("<")]:
         return [
             f"{', '.join(objects)}: made by a Python script, which a config cannot hold; run the script again, with "
             "trainer.train(resume_from_checkpoint=True) to resume"

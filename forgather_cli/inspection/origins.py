@@ -46,10 +46,6 @@ class Origins:
             return list(names_of(option))
         return [str(source.path) for files in find_records(option) for source in files]
 
-    @property
-    def _has_files(self) -> bool:
-        return bool(getattr(self._option, "files", True)) and not isinstance(self._option, HfSettings)
-
     @cached_property
     def _corpus(self) -> Documents | None:
         """Whose documents are found by reading a piece of it again."""
@@ -98,7 +94,8 @@ class Origins:
     def documents(self, path: Path, line: int | None) -> dict[Split, list[int]]:
         """Numbers of the documents that a record, or a whole file, has become, by split."""
         found: dict[Split, list[int]] = {}
-        if self._data is None or not self._has_files:
+        of_files = getattr(self._option, "files", True) and not isinstance(self._option, HfSettings)
+        if self._data is None or not of_files:
             return found
         for split, tokens in self._data.splits().items():
             if tokens.records is not None:

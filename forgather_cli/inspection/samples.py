@@ -223,13 +223,9 @@ class Samples:
         if documents is not None:
             return [0, *((documents[1:] != documents[:-1]).nonzero().flatten() + 1).tolist()]
         end = getattr(self._tokenizer, "eos_token_id", None)
-        if end is None or self._is_paired:
+        if end is None or isinstance(self._dataset, PairRows | DenoisedRows):
             return [0]
         return [0, *((ids[:-1] == end).nonzero().flatten() + 1).tolist()]
-
-    @property
-    def _is_paired(self) -> bool:
-        return isinstance(self._dataset, PairRows | DenoisedRows)
 
     def _parts(self, index: int, num_tokens: int) -> list[Excerpt] | None:
         """The documents of a sample by the cache; None where it does not say."""

@@ -8,15 +8,11 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from forgather_cli.errors import ConfigError, ForgatherError
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
 from forgather_cli.terminal.folding import fold
-
-if TYPE_CHECKING:
-    from rich.text import Text
-
 
 _SCREEN = 40  # lines of a traceback
 
@@ -52,21 +48,15 @@ def _report(problems: list[str], stream: IO[str]) -> None:
         print("".join(f"{line}\n" for line in lines), end="", file=stream, flush=True)  # in one write
         return
     from rich.console import Console
-
-    console = Console(file=stream, highlight=False)
-    for problem, begin in ((head, "error: "), *((problem, "  • ") for problem in rest)):
-        console.print(_styled(problem, begin), soft_wrap=True)
-
-
-def _styled(problem: str, begin: str) -> Text:
-    """The rows of a problem in a terminal: its beginning in red, the setting in bold, what to do in green."""
     from rich.text import Text
 
-    below = "    " if begin.startswith(" ") else ""
-    text = Text("\n".join(fold(begin + problem, shutil.get_terminal_size().columns, below)))
-    text.stylize("bold red", 0, len(begin))
-    if setting := re.compile(r"\S+:(?=\s)").match(text.plain, len(begin)):
-        text.stylize("bold", setting.start(), setting.end() - 1)
-    if todo := re.search(r".*;\s", text.plain, re.DOTALL):
-        text.stylize("green", todo.end())
-    return text
+    console = Console(file=stream, highlight=False)
+    width = shutil.get_terminal_size().columns
+    for begin, below, problem in (("error: ", "", head), *(("  • ", "    ", problem) for problem in rest)):
+        text = Text("\n".join(fold(begin + problem, width, below)))
+        text.stylize("bold red", 0, len(begin))
+        if setting := re.compile(r"\S+:(?=\s)").match(text.plain, len(begin)):
+            text.stylize("bold", setting.start(), setting.end() - 1)
+        if todo := re.search(r".*;\s", text.plain, re.DOTALL):  # what to do
+            text.stylize("green", todo.end())
+        console.print(text, soft_wrap=True)

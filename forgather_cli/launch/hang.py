@@ -12,7 +12,7 @@ import statistics
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -28,7 +28,6 @@ from forgather_cli.launch.stacks import (
     DEBUGGED,
     SAVES,
     Collective,
-    Standing,
     is_debugged,
     main_thread_stack,
     own_standing,
@@ -167,7 +166,11 @@ class HangReport:
             "ranks": [asdict(standing) for standing in standings],
         }
         self._write()
-        self._say(report_text(standings, self._still, self._config.hang_timeout))
+        odd = [f"rank {standing.rank} {standing.odd}" for standing in standings if standing.odd]
+        said = "; ".join(odd) or ("no rank stands out" if len(standings) > 1 else f"it {standings[0].doing}")
+        head = f"no progress for {self._still:.0f} s: {said}"
+        ends = f"hang_timeout={self._config.hang_timeout:g} ends the job. The whole table is in hang.json"
+        self._say("\n".join([head, *table(standings), f"nothing is stopped; {ends}"]))
 
     def _goes_on(self) -> None:
         self._is_reporter, self._together = False, []
@@ -204,19 +207,6 @@ class HangReport:
             me = self._rank.place.rank
             answer = {"asked": asked, "standing": asdict(own_standing(me, self._rank.step, self._rank.still))}
             rendezvous.store.set(f"stands/{me}", json.dumps(answer))
-
-
-def report_text(standings: Sequence[Standing], seconds: float, hang_timeout: float) -> str:
-    """What the terminal shows of ranks that make no progress."""
-    odd = [f"rank {standing.rank} {standing.odd}" for standing in standings if standing.odd]
-    said = "; ".join(odd) or ("no rank stands out" if len(standings) > 1 else f"it {standings[0].doing}")
-    return "\n".join(
-        [
-            f"no progress for {seconds:.0f} s: {said}",
-            *table(standings),
-            f"nothing is stopped; hang_timeout={hang_timeout:g} ends the job. The whole table is in hang.json",
-        ]
-    )
 
 
 # -------------------------------------------------------------------------------------------------- slow ranks

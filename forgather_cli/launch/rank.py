@@ -70,9 +70,8 @@ def run_rank(rank: RankContext, find: Start | Callable[[RankContext], Start], wo
 
                 config = replace(load_saved(config), output_dir=str(run.root))
             going_on = start.going_on
-            if (
-                going_on is None
-            ):  # a run that began from another run's checkpoint begins there again until it has its own
+            if going_on is None:
+                # a run that began from another run's checkpoint begins there again until it has its own
                 has_own = bool(run.checkpoint_steps()) or not isinstance(config.resume_from_checkpoint, str)
                 going_on = rank.place.attempt > 0 and has_own
             if rendezvous is not None and rank.place.rank == 0:

@@ -147,12 +147,8 @@ def _join(place: Place, compose: Callable[[], Loaded], work: Work, run: RunDir |
 
         status = run_rank(rank, wait_for_start if place.rank else begin, work)
         rank.conclude_run(status)
-    return _left(rank, status)
-
-
-def _left(rank: RankContext, status: ExitStatus) -> int:
     code = rank.exit_code(status)
-    if status.failed and rank.place.size > 1:  # unwinding may wait for ranks that are gone
+    if status.failed and place.size > 1:  # unwinding may wait for ranks that are gone
         leave_now(code)
     return code
 

@@ -61,6 +61,7 @@ def norms_of(run: RunDir, kind: Kind, name: str) -> Norms:
 
 def draw_heatmap(runs: Sequence[RunDir], kind: Kind) -> Figure:
     """The figure: runs beside each other with one scale. Call inside ``style.drawing``. Raises SetupError."""
+    from matplotlib.colors import LogNorm
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -71,7 +72,12 @@ def draw_heatmap(runs: Sequence[RunDir], kind: Kind) -> Figure:
     size = 0.17 if rows <= _ALL_NAMED else 0.075  # inches
     figure = Figure(figsize=(5.2 + 3.6 * len(found), max(3.2, min(1.6 + size * rows, 40.0))), layout="constrained")
     places = figure.subplots(1, len(found), squeeze=False)[0]
-    scale = _scale([value for each in found for row in each.values for value in row])
+    # from the smallest positive value, but no more than six powers of ten below the largest
+    values = [value for each in found for row in each.values for value in row]
+    positive = sorted(value for value in values if value > 0 and math.isfinite(value)) or [0.1, 1.0]
+    top = positive[-1]
+    bottom = max(positive[0], top * 1e-6)
+    scale = LogNorm(bottom, top if top > bottom else bottom * 1.1)
     for axes, each in zip(places, found, strict=True):
         mesh = _draw(axes, each, scale)
         if len(found) > 1:
@@ -81,25 +87,13 @@ def draw_heatmap(runs: Sequence[RunDir], kind: Kind) -> Figure:
             axes.tick_params(labelleft=False)
     bar = figure.colorbar(mesh, ax=list(places), location="top", fraction=0.05, aspect=50, pad=0.01)
     bar.outline.set_visible(False)
-    short = scale.vmax < 1000 * scale.vmin  # than powers of ten alone would tell much of
+    short = top < 1000 * bottom  # than powers of ten alone would tell much of
     bar.ax.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if short else (1,)))
     bar.ax.xaxis.set_minor_locator(NullLocator())
     bar.ax.xaxis.set_major_formatter(FuncFormatter(style.plain))
     where = f"{runs[0].root}   " if len(runs) == 1 else ""
     figure.suptitle(fill(f"{where}{_TITLES[kind]}", int(11 * figure.get_figwidth())), x=0.01, ha="left")
     return figure
-
-
-def _scale(values: Sequence[float]) -> Any:
-    """Logarithmic colours, from the smallest positive value; no more than six powers of ten below the largest."""
-    from matplotlib.colors import LogNorm
-
-    positive = sorted(value for value in values if value > 0 and math.isfinite(value))
-    if not positive:
-        return LogNorm(0.1, 1.0)
-    top = positive[-1]
-    bottom = max(positive[0], top * 1e-6)
-    return LogNorm(bottom, top if top > bottom else bottom * 1.1)
 
 
 def _draw(axes: Axes, norms: Norms, scale: Any) -> Any:

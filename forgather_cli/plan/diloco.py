@@ -100,7 +100,10 @@ def plan_diloco(
         before = [number % len(pieces) for number in range(exchanges - 1)]
         sent = sum(sent_of[each] for each in before) + _file_bytes(shapes, settings.compression, is_part=True)
         received = _file_bytes(shapes, "fp32") + sum(received_of[each] for each in before)
-    share = _fullest_share(made)
+    by_rank: dict[int, float] = {}  # of the model, what each rank sends: its stages', or an equal share
+    for stage in made.stages:
+        by_rank[stage.rank] = by_rank.get(stage.rank, 0.0) + stage.share / stage.ranks
+    share = max(by_rank.values(), default=1 / made.world_size)
     whole, fragment = FP32 * made.num_parameters, FP32 * max(sum(map(math.prod, each.values())) for each in pieces)
     lossy = is_lossy(settings.compression)
     in_exchange = max(sent_of) + (fragment if lossy else 0) + (fragment if settings.compression_down != "fp32" else 0)
@@ -162,13 +165,3 @@ def _file_bytes(shapes: Shapes, compression: Compression, *, is_part: bool = Fal
     if is_part:
         text += json.dumps({"__metadata__": {"rows": json.dumps({name: [0, 10] for name in shapes})}})
     return 8 + len(text) + end
-
-
-def _fullest_share(made: RunPlan) -> float:
-    """Of the model, what the rank sends that sends most: its stages', or an equal share."""
-    if not made.stages:
-        return 1 / made.world_size
-    by_rank: dict[int, float] = {}
-    for stage in made.stages:
-        by_rank[stage.rank] = by_rank.get(stage.rank, 0.0) + stage.share / stage.ranks
-    return max(by_rank.values())

@@ -132,11 +132,6 @@ class Target:
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def is_object(self) -> bool:
-        """True for an object that a script gave, of which there is only the name, in angle brackets."""
-        return self.path.startswith("<")
-
     def __str__(self) -> str:
         return self.path
 

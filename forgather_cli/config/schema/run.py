@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
-from forgather_cli.config.batch import BatchPlan, batch_plan
+from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema.adapter import AdapterOption, NoAdapter
 from forgather_cli.config.schema.base import (
     NEEDS_EVALUATION,
@@ -206,12 +206,6 @@ class Config(RunSettings):
             return self.nnodes if isinstance(self.trainer, Target) else None
         return self.nproc_per_node * self.nnodes
 
-    def planned_batch(self) -> BatchPlan | None:
-        """None where it depends on a number of ranks that only the launch knows. Raises ConfigError."""
-        if isinstance(self.trainer, PipelineSettings):
-            return batch_plan(self, self.trainer.shard, multiple_of=self.trainer.n_microbatches)
-        return None if self.known_world is None else batch_plan(self, self.known_world)
-
     def problems(self, config: Any = None) -> Iterator[str]:
         for name, path in {"output_dir": self.output_dir, "logging_dir": self.logging_dir}.items():
             if path == "":
@@ -276,9 +270,12 @@ class Config(RunSettings):
             yield f"device: {self.device} is one device for {world} ranks; set device=cuda, and each takes its own"
 
     def _batch_problems(self) -> Iterator[str]:
-        plan = None
+        plan = None  # where only the launch knows the number of ranks
         try:
-            plan = self.planned_batch()
+            if isinstance(self.trainer, PipelineSettings):
+                plan = batch_plan(self, self.trainer.shard, multiple_of=self.trainer.n_microbatches)
+            elif self.known_world is not None:
+                plan = batch_plan(self, self.known_world)
         except ConfigError as error:
             yield from error.problems
         if self.auto_find_batch_size and self.fuse_optim_with_backward:
