@@ -123,6 +123,21 @@ def rank_file(rank: int) -> str:
     return f"state-rank-{rank:05d}"
 
 
+class ToCompare:
+    """State that is saved as a component but not restored as one: optimizer groups, the identity to compare, a
+    DiLoCo server's round.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError("never restored as a whole")
+
+
 def node_index() -> int:
     """Which of the job's nodes this process is on, by what torchrun, Slurm or another launcher says; 0 without."""
     for name in ("GROUP_RANK", "SLURM_NODEID"):

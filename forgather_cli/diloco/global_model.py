@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
+from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, ToCompare
 from forgather_cli.checkpoint.files import hash_range
 from forgather_cli.checkpoint.load import Reader, healthy_ones, named, newest_valid, whole_ones
 from forgather_cli.checkpoint.manifest import DamagedError
@@ -39,7 +39,6 @@ from forgather_cli.errors import CheckpointError, SetupError, TrainingError
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.run_dir import RunDir, shown, step_of
 from forgather_cli.trainer.checkpoints import fingerprint_of, identity_of, kept_tensors, load_model, stem_of, stored
-from forgather_cli.trainer.states import ToCompare
 from forgather_cli.worker import build
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forgather_cli.checkpoint.average import average_run
 from forgather_cli.checkpoint.compare import changed_files, compare_configs, differences, record_files
-from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, total_bytes
+from forgather_cli.checkpoint.components import Component, LocalShard, Sharing, ToCompare, total_bytes
 from forgather_cli.checkpoint.format import plan
 from forgather_cli.checkpoint.load import (
     ADAPTER,
@@ -42,7 +42,7 @@ from forgather_cli.run_dir import run_of, shown
 from forgather_cli.shards import box_of, local, not_finite
 from forgather_cli.terminal.bars import doing
 from forgather_cli.trainer.run import TrainingRun
-from forgather_cli.trainer.states import CallbackStates, RandomState, RunState, StrategyState, ToCompare, check_counters
+from forgather_cli.trainer.states import CallbackStates, RandomState, RunState, StrategyState, check_counters
 
 log = logging.getLogger(__name__)
 

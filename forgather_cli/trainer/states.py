@@ -134,18 +134,3 @@ class StrategyState:
         check_fields(state, {"kind": TEXT, "state": ANYTHING})
         if state["kind"] == type(self._own).__name__:
             self._own.load_state_dict(state["state"])
-
-
-class ToCompare:
-    """State that is saved as a component but not restored as one: optimizer groups, the identity to compare, a
-    DiLoCo server's round.
-    """
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self._state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise AssertionError("never restored as a whole")
