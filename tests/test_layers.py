@@ -81,7 +81,7 @@ ALLOWED = {
     "diloco": {
         "callbacks.json_logger", "checkpoint", "config.decode", "config.diloco", "data.loaders.collate",
         "data.loaders.map_style", "data.order", "distributed", "launch.context", "launch.exit_status", "models.parts",
-        "optim.eager", "trainer.checkpoints", "trainer.run", "trainer.states", "trainer.step_sync", "worker",
+        "optim.eager", "trainer.checkpoints", "trainer.run", "trainer.step_sync", "worker",
     },
     "checkpoint": {"distributed", "optim.groups", "optim.state"},
     "models": {"config.pipeline_layout"},
