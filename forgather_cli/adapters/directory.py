@@ -201,9 +201,8 @@ def read_adapter(directory: Path) -> AdapterDirectory:
             "base_model_name_or_path"
         )
     trainable = [rf"(^|\.){re.escape(name)}\.[^.]*$" for name in saved] or None
-    return AdapterDirectory(
-        directory, settings, place, trainable, "auto_mapping" in found and find_spec("peft") is not None
-    )
+    is_of_peft = "auto_mapping" in found and find_spec("peft") is not None
+    return AdapterDirectory(directory, settings, place, trainable, is_of_peft)
 
 
 def check_same_base(adapter: AdapterDirectory, base: Path) -> None:
@@ -239,12 +238,10 @@ def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
     found = read_adapter(directory)
     differ: list[str] = []
     for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"):
-        there, here = getattr(found.settings, key), getattr(settings, key)
-        if key == "target_modules" and not differ:  # in other words it may mean the same layers
-            continue
-        if there != here and (key != "type" or {there, here} != {"lora", "qlora"}):  # which are the same matrices
-            name = "adapter" if key == "type" else f"adapter.{key}"
-            differ.append(f"{name}={typed(there)} (got {typed(here)})")
+        there, here = (sorted(v) if isinstance(v := getattr(s, key), list) else v for s in (found.settings, settings))
+        same = (there, here) in (("lora", "qlora"), ("qlora", "lora"))  # whose adapters are the same matrices
+        if there != here and not same and (differ or key != "target_modules"):  # which may be the same in other words
+            differ.append(f"adapter{'' if key == 'type' else f'.{key}'}={typed(there)} (got {typed(here)})")
     if differ:
         raise ModelError(
             f"adapter.from_adapter: {directory} has other settings; leave these out, or set {', '.join(differ)}"

@@ -168,9 +168,7 @@ def check_as_peft(part: nn.Module, adapter: AdapterDirectory) -> None:
             base = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(adapter.base))
             model = peft.PeftModel.from_pretrained(base, adapter.path, torch_device="cpu")
     except Exception as error:  # whatever the libraries raise
-        raise ModelError(
-            f"{adapter.path}: peft, which has written it, cannot load it ({error}); save it again"
-        ) from error
+        raise ModelError(f"{adapter.path}: peft, which wrote it, cannot load it ({error}); save it again") from error
     theirs: dict[str, float] = {}
     for name, each in model.named_modules():
         if isinstance(each, peft.tuners.lora.LoraLayer):

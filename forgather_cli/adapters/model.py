@@ -139,7 +139,7 @@ def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: t
         yield f"the rows of {len(left)} added tokens stay as the base has them: trainable_token_indices leaves them out"
     if not rows:
         return
-    number, why = max(map(len, rows.values())), None
+    number, why, lost = max(map(len, rows.values())), None, ""
     source, fused = input_layer(model), getattr(config.loss, "applies_head", False)
     head: Any = output_layer(model)
     for name in rows:
@@ -149,16 +149,14 @@ def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: t
         elif head is layer and fused:
             loss = getattr(config.loss, "type", config.loss)
             why = f"loss={loss} multiplies with the head's weight itself; set loss=cross_entropy"
+            ids = ",".join(f"{each}:{typed(numbers)}" for each, numbers in rows.items())
+            lost = f"; the end of a turn is not learned without 'adapter.trainable_token_indices={{{ids}}}'"
         elif head is layer and layer.weight is source.weight and getattr(config.trainer, "type", None) == "pipeline":
             why = f"under trainer=pipeline {name} is on another stage than the embedding that it shares them with"
     if why is not None and asked:
         raise ModelError(f"adapter.trainable_token_indices: {why}, or trainable_token_indices=[]")
     if why is not None:
-        ids = ",".join(f"{name}:{typed(each)}" for name, each in rows.items())
-        yield (
-            f"warning: the rows of {number} added tokens stay as the base has them: {why}; the end of a turn is not "
-            f"learned without 'adapter.trainable_token_indices={{{ids}}}'"
-        )
+        yield f"warning: the rows of {number} added tokens stay as the base has them: {why}{lost}"
         return
     attach_rows_of(model, settings, dtype)
     yield f"rows of {number} tokens are trained: {', '.join(rows)}"

@@ -187,11 +187,10 @@ class ConfigBuilder:
         adapter = _mapping(tree.get("adapter"))
         file = Path(str(adapter.get("from_adapter"))).expanduser() / "adapter_config.json"
         if "adapter.from_adapter" in self.given and file.is_file():
-            found = {"target_modules": []} | {
-                k: v for k, v in read_json_object(file, ConfigError).items() if v is not None
-            }
-            own = [key for key in _OF_ADAPTERS if key in found and f"adapter.{key}" not in self.given]
-            adapter |= {key: found[key] for key in own if key in adapter}
+            said = read_json_object(file, ConfigError)
+            found = {"target_modules": []} | {key: value for key, value in said.items() if value is not None}
+            given = {path.split(".")[1] for path in self.given if path.startswith("adapter.")}  # an entry of it too
+            adapter |= {key: found[key] for key in _OF_ADAPTERS if key in found.keys() & adapter.keys() - given}
         # the first parameter group that matches wins, so the user's come before the shipped ones. A saved config is in
         # that order already: there only groups that the command line adds are moved
         optimizer = _mapping(tree.get("optimizer"))

@@ -127,7 +127,7 @@ def option_leaves(search: SearchPath | None, group: str, name: str) -> dict[str,
             for entry in tree.pop("defaults", None) or []:
                 if isinstance(entry, str) and entry not in ("_self_", name):
                     found |= option_leaves(search, group, entry.rpartition("/")[2].partition("@")[0])
-            found |= {path: (value, file) for path, value in walk(tree, group, lists=False)}
+            found |= {path: (value, file) for path, value in walk(tree, group, lists=False) if path != group}
     return found
 
 

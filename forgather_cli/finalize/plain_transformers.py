@@ -123,9 +123,9 @@ def main(directory: str, given: str, made: str, vocab: int, keep: int, device: s
     import transformers
     from safetensors.torch import load_file, save_file
 
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": paired}
     if texts := json.loads(Path(given).with_name("texts.json").read_text()):
-        kind = transformers.AutoTokenizer
-        tokenizer = kind.from_pretrained(directory, local_files_only=True, trust_remote_code=paired)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **local)
     for text, *wanted in texts:
         if isinstance(text, list):
             text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
@@ -140,9 +140,7 @@ def main(directory: str, given: str, made: str, vocab: int, keep: int, device: s
     if in_four_bits.is_file():
         config = json.loads(in_four_bits.read_text(encoding="utf-8")) | {"bnb_4bit_compute_dtype": "float32"}
         how = {"quantization_config": config, "device_map": {"": device}}
-    model: Any = auto.from_pretrained(
-        base, dtype="auto", local_files_only=True, use_safetensors=True, trust_remote_code=paired, **how
-    )
+    model: Any = auto.from_pretrained(base, dtype="auto", use_safetensors=True, **local, **how)
     if adapter.is_file():  # by peft: transformers itself would round the adapter to the base's dtype (5.24)
         from peft import PeftModel
 

@@ -189,7 +189,7 @@ def compare_merge(
         if not found[key] <= bound and not (each is merged and rounds):
             raise ProofError(
                 f"{what}: a logit differs by {found[key]:.3g}, the bound is {bound:g}; nothing was written. "
-                "--max-divergence X sets another bound"
+                "--max-divergence X sets another bound, where nothing is quantized"
             )
     if not found["perplexity_ratio"] <= MERGE_BOUND:
         raise ProofError(

@@ -91,8 +91,6 @@ def of_decoder(name: str, s: DecoderSettings) -> Architecture:
                 or 0,
                 # llama.cpp multiplies by yarn's own factor itself
                 "rope.scaling.attn_factor": attention_factor(scaling) / attention_factor(unscaled),
-                "rope.scaling.yarn_beta_fast": float(scaling.beta_fast),
-                "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
             }
     pairs = {"attn_q": paired(s.num_attention_heads), "attn_k": paired(s.num_key_heads)} if name == "llama" else {}
     return Architecture(name, named(name, values), s.tie_word_embeddings, pairs, factors)

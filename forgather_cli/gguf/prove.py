@@ -219,7 +219,10 @@ def compare_contents(file: Path, proven: Metadata, directory: Path, contents: Co
         if (got := found.get(key)) != (wanted := proven.get(key)):
             raise _not_the_model(file, f"its {key} is {str(got)[:60]}, in its first layers {str(wanted)[:60]}")
     source, written = replace(contents, weights=Weights(directory)), gguf.GGUFReader(file).tensors
-    for (entry, spec), tensor in zip(source.specs(), written, strict=True):
+    entries = list(source.specs())
+    if len(entries) != len(written):
+        raise _not_the_model(file, f"it has {len(written)} tensors, not {len(entries)}")
+    for (entry, spec), tensor in zip(entries, written, strict=True):
         stored = stored_type(spec, kind)
         raw, shape = gguf.GGMLQuantizationType[stored.upper()], tuple(reversed(tensor.shape.tolist()))
         if (tensor.name, tensor.tensor_type, shape) != (entry.name, raw, spec.shape):

@@ -369,6 +369,12 @@ def test_every_setting_that_differs_is_named_at_once(
     assert forgather(*runs.words(bases["mixtral"], *on)) == 0
     assert equal(load_file(runs.newest("run") / WEIGHTS), load_file(f"peft/{WEIGHTS}"))
     assert forgather(*runs.words(bases["mixtral"], *on, "adapter.r=3", "output_dir=other")) == 2  # not taken for it
+    said = capsys.readouterr().err
+    assert "r=4 (got 3)" in said
+    assert "target_modules" not in said  # whatever the order in which the file has them
+    entry = "+adapter.rank_pattern.q_proj=2"  # the adapter's own does not take its place
+    assert forgather(*runs.words(bases["mixtral"], *on, entry, "output_dir=other")) == 2
+    assert "adapter.rank_pattern={" in capsys.readouterr().err
 
 
 def test_without_settings_the_adapters_own_are_taken(bases: dict[str, Path]) -> None:
