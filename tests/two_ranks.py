@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import random
 import socket
 from pathlib import Path
 
@@ -74,9 +75,14 @@ def train_in_pool(folder: Path, words: list[str], recipe: str = "default") -> li
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
+    """Below the ports that the system gives to clients (Linux: from 32768): one of those may be taken by a connection
+    of another test before it is listened at.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)  # tests seed the shared generator
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 def nobody_left(ranks: int = 2) -> bool:
