@@ -642,9 +642,10 @@ def line(found: dict[str, Any]) -> str:
     kinds = ", ".join(f"{kind} {percent(share)}" for kind, share in shares)
     mfu = f", MFU {percent(found['mfu'])}, with attention {percent(found['mfu_attention'])}" if "mfu" in found else ""
     memory = f", {found['memory']:.1f} GiB" if "memory" in found else ""
+    graphs = f"{found['graphs']} graphs, {found['breaks']} breaks, {found['recompiled']} late"
     return (
         f"{found['tokens_per_second']:,} tokens/s, {found['ms']:.1f} ms{mfu}{memory}, first step after "
-        f"{found['first_step']} s, {found['graphs']} graphs, {found['breaks']} breaks, recompiled {found['recompiled']}; {kinds}"
+        f"{found['first_step']} s, {graphs}; {kinds}"
     )
 
 
