@@ -232,6 +232,10 @@ class Clock:
         graphs, breaks = self.counted()
         self.found |= {"ms": statistics.median(times), "slowest": round(max(times), 2), "graphs": graphs,
                        "recompiled": graphs - self.graphs[0], "breaks": breaks}  # fmt: skip
+        if self.cuda:
+            import torch
+
+            self.found["memory"] = torch.cuda.max_memory_allocated() / 2**30  # the last log begins it anew
 
     def kernels(self) -> list[tuple[str, float, float]]:
         from torch.autograd import DeviceType
@@ -303,7 +307,6 @@ def measure(name: str, device: str, before: str, *more: str) -> dict[str, Any]:
 
         if peak := peak_flops(torch.cuda.get_device_name(0), "bf16"):
             found |= {"mfu": flops[0] * rate / peak, "mfu_attention": sum(flops) * rate / peak}
-        found["memory"] = torch.cuda.max_memory_allocated() / 2**30
     return {**clock.found, **found}
 
 
