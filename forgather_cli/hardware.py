@@ -6,7 +6,7 @@ import platform
 import re
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import AutoSettings, BF16Settings, FP32Settings, PrecisionOption
 
@@ -39,20 +39,30 @@ def processor() -> tuple[str, tuple[str, ...]]:
     return said.get("model name") or platform.machine(), known
 
 
+def gpu_of(device: str) -> Any:
+    """torch's properties (name, major, minor, total_memory, ...) of the GPU that ``device`` stands for: auto, cuda,
+    cuda:1; None where it stands for none.
+    """
+    import torch
+
+    kind, _, number = device.partition(":")
+    if kind in ("auto", "cuda") and int(number or 0) < torch.cuda.device_count() and torch.cuda.is_available():
+        return torch.cuda.get_device_properties(int(number or 0))
+    return None
+
+
 def bf16_on(device: str) -> tuple[bool, str]:
     """Whether a device multiplies faster in bf16 than in fp32, and what says so, for people. ``device``: auto, cuda,
     cuda:1, cpu, mps.
     """
     import torch
 
-    kind, _, number = device.partition(":")
-    if kind in ("auto", "cuda") and int(number or 0) < torch.cuda.device_count() and torch.cuda.is_available():
-        about = torch.cuda.get_device_properties(int(number or 0))
+    if (about := gpu_of(device)) is not None:
         if torch.version.hip is not None:
             return True, about.name
         fast = (about.major, about.minor) >= _SM80
         return fast, f"{about.name}, sm{about.major}{about.minor}{'' if fast else '; bf16 is fast from sm80'}"
-    if kind == "mps":
+    if device.partition(":")[0] == "mps":
         return False, "bf16 was not tested on mps"
     name, instructions = processor()
     found = [each for each in instructions if each in _FAST_BF16]
