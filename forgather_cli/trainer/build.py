@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -61,17 +61,35 @@ def model_spec(
     *,
     init: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
+    losses: Sequence[Loss | None] = (),
     enable_checkpointing: Callable[[nn.Module], Any] | None = None,
     checkpointing_options: dict[str, Any] | None = None,
 ) -> ModelSpec:
     """How to make the model: ``build``, then dtype and layers of ``precision``, ``adapter``, ``gradient_checkpointing``
     and ``torch_compile`` where the settings ask for them. ``init`` fills what ``build`` makes, and adapters start by
-    ``seed``. ``enable_checkpointing``: the user's function for gradient_checkpointing, which changes the model or
-    returns another one. Raises ConfigError.
+    ``seed``. ``losses``: of the settings, and what is minimised. ``enable_checkpointing``: the user's function for
+    gradient_checkpointing, which changes the model or returns another one. Raises ConfigError.
     """
-    from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
+    from forgather_cli.models.transform import (
+        apply_activation_checkpointing,
+        cast_parameters,
+        compile_blocks,
+        compile_options,
+    )
 
     check_supported(config, strategy)
+    in_blocks, minimised = config.torch_compile, losses[-1] if losses else None
+    if config.torch_compile and config.torch_compile_scope != "blocks":
+        able = strategy.compiles_with_loss and minimised is not None and minimised.compiles
+        if config.torch_compile_scope == "model" and not able:
+            what = type(minimised).__name__ if strategy.compiles_with_loss else f"the strategy {strategy.name}"
+            raise ConfigError(
+                f"torch_compile_scope: model compiles the loss in one graph with the model, which {what} does not let; "
+                "set torch_compile_scope=blocks"
+            )
+        in_blocks = not able or config.fuse_optim_with_backward
+    if in_blocks and losses and losses[0] is not None:
+        losses[0].compile_options = compile_options(config)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
     dtype = parameter_dtype(config.precision)
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
@@ -113,7 +131,8 @@ def model_spec(
         build,
         adapt=adapt if changes else None,
         checkpoint=checkpoint if config.gradient_checkpointing else None,
-        compile=compiled if config.torch_compile else None,
+        compile=compiled if in_blocks else None,
+        compile_with_loss=compile_options(config) if config.torch_compile and not in_blocks else None,
         init=init,
     )
 
