@@ -5,10 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from functools import reduce
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from forgather_cli.config.schema import Config, typed
-from forgather_cli.hardware import gpu_of, without_auto
+from forgather_cli.config.rules import rule_problems
+from forgather_cli.config.schema import (
+    Config,
+    CrossEntropySettings,
+    DecoderSettings,
+    EncoderDecoderSettings,
+    LigerSettings,
+    LinearCrossEntropySettings,
+    NoAdapter,
+    PretrainedSettings,
+    typed,
+)
+from forgather_cli.hardware import chunk_tokens, gpu_of, without_auto
 
 
 class Decision(NamedTuple):
@@ -29,12 +41,33 @@ Rule = Callable[[Config, Any], tuple[Any, str]]
 settings that ``auto`` has too are put in afterwards."""
 
 
-def _precision(config: Config, gpu: Any) -> tuple[Any, str]:
-    return without_auto(config.precision, config.device)
+def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
+    """Plain where the model may not let a loss apply its head; else the first that no other setting excludes."""
+    plain = CrossEntropySettings()
+    if gpu is None:
+        return plain, "not on CUDA"
+    if config.torch_compile:
+        return plain, "torch_compile=true fuses it with the head"
+    if not isinstance(config.model, DecoderSettings | EncoderDecoderSettings | PretrainedSettings):
+        return plain, "a class that is not ours may do more to its logits than its head does"
+    if not isinstance(config.adapter, NoAdapter):
+        return plain, "an adapter may change the head"
+    has_liger = all(find_spec(package) for package in ("liger_kernel", "triton"))
+    fused: list[tuple[Any, str]] = [(LigerSettings(), "liger-kernel is installed")] if has_liger else []
+    for option, why in (*fused, (LinearCrossEntropySettings(), "never the logits of all tokens at once")):
+        if not rule_problems(replace(config, loss=option)):
+            return option, why
+    return plain, "other settings exclude those that apply the head"
+
+
+def _chunk_size(config: Config, gpu: Any) -> tuple[Any, str]:
+    return chunk_tokens(gpu), "not on CUDA" if gpu is None else f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
 
 
 _RULES: dict[str, tuple[str | None, Rule]] = {
-    "precision": ("auto", _precision),
+    "precision": ("auto", lambda config, gpu: without_auto(config.precision, config.device)),
+    "loss": ("auto", _loss),
+    "loss.chunk_size": (None, _chunk_size),
 }
 """Setting, a dotted path -> what leaves it open (of a group the option's type), and its rule, which finds those above
 it decided."""
@@ -46,7 +79,7 @@ def left_open(config: Config) -> bool:
 
 
 def decided(config: Config, begun: Config | None = None) -> tuple[Config, list[Decision]]:
-    """``config`` with nothing left open, and what was decided: as a run's config has it, ``begun``, else by the rules."""
+    """``config`` with nothing left open, and what was decided: as ``begun`` has it, a run's, else by the rules."""
     decisions = []
     for path, (word, rule) in _RULES.items():
         asked = _value(config, path)

@@ -18,7 +18,6 @@ from torch import nn
 
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
-from forgather_cli.config.decided import decided
 from forgather_cli.config.schema import (
     BF16TrueSettings,
     Config,
@@ -33,6 +32,7 @@ from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.distributed import all_sum, cpu_group, gather, on_rank_0, pick_device, world
 from forgather_cli.errors import DataError, ModelError
+from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
 from forgather_cli.inference.source import Located, is_quantized, load_located, locate
 from forgather_cli.loss import EvalMetrics, build_loss
@@ -66,7 +66,7 @@ def evaluate_source(
     Raises SetupError.
     """
     config = with_local_model(config, weights=False)  # those of ``source`` count
-    config, _ = decided(config)
+    config = replace(config, precision=without_auto(config.precision, config.device)[0])
     config = replace(
         config, adapter=NoAdapter(), trainable=None, gradient_checkpointing=False, torch_compile=False
     )  # one pass is not worth compiling for
