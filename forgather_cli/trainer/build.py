@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def model_spec(
     *,
     init: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
-    losses: Sequence[Loss | None] = (),
+    losses: tuple[Loss | None, Loss | None] = (None, None),
     enable_checkpointing: Callable[[nn.Module], Any] | None = None,
     checkpointing_options: dict[str, Any] | None = None,
 ) -> ModelSpec:
@@ -78,18 +78,20 @@ def model_spec(
     )
 
     check_supported(config, strategy)
-    in_blocks, minimised = config.torch_compile, losses[-1] if losses else None
-    if config.torch_compile and config.torch_compile_scope != "blocks":
-        able = strategy.compiles_with_loss and minimised is not None and minimised.compiles
-        if config.torch_compile_scope == "model" and not able:
-            what = type(minimised).__name__ if strategy.compiles_with_loss else f"the strategy {strategy.name}"
-            raise ConfigError(
-                f"torch_compile_scope: model compiles the loss in one graph with the model, which {what} does not let; "
-                "set torch_compile_scope=blocks"
-            )
-        in_blocks = not able or config.fuse_optim_with_backward
-    if in_blocks and losses and losses[0] is not None:
-        losses[0].compile_options = compile_options(config)
+    of_settings, minimised = losses
+    compiles = strategy.compiles_with_loss and minimised is not None and minimised.compiles
+    if minimised is not None and minimised.kernel is not None and config.torch_compile_fullgraph:
+        compiles = False
+    if config.torch_compile and config.torch_compile_scope == "model" and not compiles:
+        raise ConfigError(
+            "torch_compile_scope: model needs a strategy and a loss that compile as one, which those of your own, "
+            "precision=fp16, and with torch_compile_fullgraph=true other losses than cross_entropy do not; set "
+            "torch_compile_scope=blocks"
+        )
+    # fused with the optimizer, one backward of the whole would free no gradient early
+    as_one = compiles and config.torch_compile_scope != "blocks" and not config.fuse_optim_with_backward
+    if config.torch_compile and not as_one and of_settings is not None:
+        of_settings.compile_options = compile_options(config)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
     dtype = parameter_dtype(config.precision)
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
@@ -131,8 +133,8 @@ def model_spec(
         build,
         adapt=adapt if changes else None,
         checkpoint=checkpoint if config.gradient_checkpointing else None,
-        compile=compiled if in_blocks else None,
-        compile_with_loss=compile_options(config) if config.torch_compile and not in_blocks else None,
+        compile=compiled if config.torch_compile and not as_one else None,
+        compile_with_loss=compile_options(config) if config.torch_compile and as_one else None,
         init=init,
     )
 
