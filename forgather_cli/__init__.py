@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from forgather_cli.config.schema import (
         AdafactorSettings,
         AdamWSettings,
+        AutoLossSettings,
         BF16Settings,
         BF16TrueSettings,
         ConstantSettings,
@@ -51,6 +52,7 @@ __version__ = "0.3.0.dev0"
 __all__ = [
     "AdafactorSettings",
     "AdamWSettings",
+    "AutoLossSettings",
     "BF16Settings",
     "BF16TrueSettings",
     "ConstantSettings",

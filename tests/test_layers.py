@@ -45,9 +45,10 @@ ALLOWED = {
     "inspection": {"data"},
     "launch": {"checkpoint.choice", "config", "distributed"},
     "plan": {
-        "adapters.layers", "adapters.nf4", "cli.output", "cli.words", "config.batch", "config.decode", "config.diloco",
-        "config.load", "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments", "launch.exit_status",
-        "launch.layout", "launch.processes", "models", "optim.groups", "precision", "trainer.build", "trainer.metrics",
+        "adapters.layers", "adapters.nf4", "cli.output", "cli.words", "config.batch", "config.decided", "config.decode",
+        "config.diloco", "config.load", "config.pipeline_layout", "data", "diloco.encoding", "diloco.fragments",
+        "launch.exit_status", "launch.layout", "launch.processes", "models", "optim.groups", "precision",
+        "trainer.build", "trainer.metrics",
     },
     "pictures": {"runs"},
     "runs": {"callbacks.columns", "launch.exit_status", "launch.processes"},

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.checkpoint.choice import candidates, would_resume
+from forgather_cli.config.decided import decided, left_open
 from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import (
     EVALUATED,
     TOKEN_VARIABLE,
-    AutoSettings,
     Config,
     FP8Settings,
     InstructSettings,
@@ -32,7 +32,6 @@ from forgather_cli.config.schema import (
     Target,
 )
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
-from forgather_cli.hardware import without_auto
 from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.error_report import report_failure
@@ -221,30 +220,30 @@ def output_dir(loaded: Loaded) -> Path:
 
 
 def as_begun(loaded: Loaded, run: RunDir) -> Loaded:
-    """``loaded`` with the day that a chat template writes, and the precision that ``auto`` stands for, which is said:
-    those that ``run`` was begun with, else today and what its device multiplies fast in. Raises ConfigError where that
+    """``loaded`` with the day that a chat template writes, and what the machine decides (``config/decided.py``), which
+    is said: those that ``run`` was begun with, else today and what its device is best at. Raises ConfigError where that
     contradicts other settings.
     """
     from forgather_cli.config.decode import load_saved, to_tree
 
-    asked, data, begun = loaded.config.precision, loaded.config.data, None
-    is_open = isinstance(asked, AutoSettings) or isinstance(data, InstructSettings)
+    data, begun = loaded.config.data, None
+    is_open = left_open(loaded.config) or isinstance(data, InstructSettings)
     if is_open and run.config.exists() and not loaded.config.overwrite_output_dir:  # on whatever machine that was
         begun = load_saved(run.newest_config())
     if isinstance(data, InstructSettings) and data.template_date is None:
         day = getattr(begun.data if begun else None, "template_date", None) or f"{datetime.now():%Y-%m-%d}"
         loaded.tree["data"]["template_date"] = day
         loaded = replace(loaded, config=replace(loaded.config, data=replace(data, template_date=day)))
-    if not isinstance(asked, AutoSettings):
-        return loaded
-    option, why = begun.precision if begun else None, "as the run was begun"
-    if option is None or isinstance(option, AutoSettings):
-        option, why = without_auto(asked, loaded.config.device)
-    config = replace(loaded.config, precision=option)
-    if problems := rule_problems(config):
-        raise ConfigError([f"{problem} (precision=auto is {option.type} here)" for problem in problems])
-    tell(f"precision=auto: {option.type} ({why})")
-    return replace(loaded, config=config, tree={**loaded.tree, "precision": to_tree(option)})
+    config, decisions = decided(loaded.config, begun)
+    if problems := rule_problems(config) if decisions else []:
+        here = ", ".join(each.says for each in decisions)
+        raise ConfigError([f"{problem} ({here})" for problem in problems])
+    tree = {**loaded.tree}
+    for each in decisions:
+        tell(f"{each.says} ({each.why})")
+        group, _, name = each.path.rpartition(".")
+        tree |= {group: {**tree[group], name: each.value}} if group else {name: to_tree(each.value)}
+    return replace(loaded, config=config, tree=tree)
 
 
 def _nothing_left(run: RunDir, loaded: Loaded) -> str | None:

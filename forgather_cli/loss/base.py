@@ -6,14 +6,16 @@ Legend: B sequences, T tokens, V vocabulary, E hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
 from forgather_cli.labels import TASKS, label_shift
 from forgather_cli.loss.eval_metrics import EvalMetrics
-from forgather_cli.loss.model_io import model_kwargs
+from forgather_cli.loss.model_io import MISFITS, model_kwargs
 
 
 class Loss(ABC):
@@ -25,6 +27,13 @@ class Loss(ABC):
     """True if the sum is the negative log-likelihood in nats, and nothing is added to it."""
     is_separable: bool = True
     """False if gradients of inputs and weights come from one backward, which no schedule can split in two."""
+
+    compiles: bool = False
+    """True if torch can compile it together with the model."""
+    kernel: Any = None
+    """What computes the sum from hidden states, where torch cannot compile it: it stays out of the graph."""
+    compile_options: dict[str, Any] | None = None
+    """Set where the blocks of the model are compiled: arguments of ``torch.compile`` for what comes after them."""
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:
@@ -64,11 +73,32 @@ def head_and_hidden(
 class ModelWithLoss(nn.Module):
     """Model and loss as one module, so that a wrapper around it (FSDP2, DDP) sees head and loss in one forward."""
 
-    def __init__(self, model: nn.Module, loss: Loss) -> None:
+    def __init__(self, model: nn.Module, loss: Loss, compile_options: dict[str, Any] | None = None) -> None:
+        """``compile_options``: arguments of ``torch.compile``, for both as one; names stay, and so does ``model``."""
         super().__init__()
         loss.check(model)
         self.model = model
         self.loss = loss
+        if compile_options is not None:
+            if loss.kernel is not None:
+                loss.kernel = torch.compiler.disable(loss.kernel)  # type: ignore[no-untyped-call]
+            for name in ("forward", "evaluate"):
+                vars(self)[name] = self._compiled(getattr(self, name), compile_options)
+
+    def _compiled(self, function: Callable[..., Tensor], options: dict[str, Any]) -> Callable[..., Tensor]:
+        fast = torch.compile(function, **options)
+
+        def call(*args: Any) -> Tensor:
+            if self.loss.eval_metrics is not None:  # which count in Python
+                return function(*args)
+            try:
+                return fast(*args)
+            except MISFITS:  # only outside of a graph it is told by name what does not fit
+                with torch.no_grad():
+                    function(*args)
+                raise
+
+        return call
 
     def forward(self, batch: dict[str, Tensor], step_targets: Tensor | None = None) -> Tensor:
         """Sum over targets, 0-dim fp32. ``step_targets``: targets of the whole step."""
@@ -78,3 +108,9 @@ class ModelWithLoss(nn.Module):
         if self.loss.eval_metrics is not None:
             self.loss.eval_metrics.task_ids = batch.get(TASKS)
         return self.loss.total(self.model, model_kwargs(batch), labels, step_targets)
+
+    def evaluate(self, batch: dict[str, Tensor]) -> Tensor:
+        """``forward`` of a batch whose gradient nobody wants. A function of its own, since torch compiles one for any
+        shape once a second shape has come (2.13): training after an evaluation would get that code.
+        """
+        return ModelWithLoss.forward(self, batch)

@@ -16,6 +16,7 @@ from forgather_cli.config.schema import (
     LossOption,
     Target,
 )
+from forgather_cli.hardware import chunk_tokens, gpu_of
 from forgather_cli.loss.base import Loss
 from forgather_cli.loss.kernels import CutCrossEntropy, Liger, check_device
 from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy, LossFn, UserFusedLoss, UserLoss
@@ -45,7 +46,8 @@ def build_loss(
                 return UserLoss(make(found, "loss", option.path, **option.kwargs))
             return UserLoss(partial(found, **option.kwargs))
         case LinearCrossEntropySettings(z_loss=z_loss, label_smoothing=smoothing, chunk_size=chunk_size):
-            return LinearCrossEntropy(z_loss=z_loss, label_smoothing=smoothing, chunk_size=chunk_size)
+            size = chunk_size or chunk_tokens(gpu_of(str(device)))  # null: of a script's, or an evaluation's own
+            return LinearCrossEntropy(z_loss=z_loss, label_smoothing=smoothing, chunk_size=size)
         case LigerSettings(z_loss=z_loss, label_smoothing=smoothing):
             if device is not None:
                 check_device(device)

@@ -28,11 +28,12 @@ class Liger(Loss):
     Follows autocast by itself; sums gradients of weight and bias in fp32. Raises SetupError without liger-kernel.
     """
 
+    compiles = True
     is_separable = False  # its backward scales what the forward kept, in place
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> None:
         module = _imported("loss=liger", "liger_kernel.transformers", "liger-kernel")
-        self._sum = module.LigerFusedLinearCrossEntropyLoss(
+        self.kernel = module.LigerFusedLinearCrossEntropyLoss(
             ignore_index=IGNORED,
             lse_square_scale=z_loss,
             label_smoothing=label_smoothing,
@@ -49,7 +50,7 @@ class Liger(Loss):
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # below a trained head all may be frozen: liger-kernel 0.8.5 makes no gradient without the hidden states'
             hidden = hidden.detach().requires_grad_()
-        total: Tensor = self._sum(head.weight, hidden.flatten(0, 1), shifted(labels, label_shift(inputs)), head.bias)
+        total: Tensor = self.kernel(head.weight, hidden.flatten(0, 1), shifted(labels, label_shift(inputs)), head.bias)
         return total
 
 
@@ -62,11 +63,12 @@ class CutCrossEntropy(Loss):
     gradients are in the autocast dtype, since 25.1.1 offers no other. Raises SetupError without the package.
     """
 
+    compiles = True
     is_separable = False
 
     def __init__(self) -> None:
         module = _imported("loss=cut_cross_entropy", "cut_cross_entropy", "cut-cross-entropy")
-        self._function: Any = module.linear_cross_entropy
+        self.kernel = module.linear_cross_entropy
         self.is_likelihood = True
 
     def check(self, model: nn.Module) -> None:
@@ -91,7 +93,7 @@ class CutCrossEntropy(Loss):
             nothing: Tensor = flat[:0].float().sum() + head.weight[:0].float().sum()
             return nothing
         with torch.autocast(kind, enabled=False):
-            total: Tensor = self._function(
+            total: Tensor = self.kernel(
                 flat.to(dtype),
                 head.weight.to(dtype),
                 targets,

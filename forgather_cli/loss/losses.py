@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.errors import ConfigError, PartError
+from forgather_cli.errors import ConfigError, ModelError, PartError
 from forgather_cli.labels import label_shift, num_targets
 from forgather_cli.loss.base import Loss, check_fusable, head_and_hidden
 from forgather_cli.loss.model_io import MISFITS, explain_misfit, logits_of, model_kwargs, model_logits
@@ -25,16 +25,25 @@ LossFn = Callable[..., Tensor]
 
 
 class CrossEntropy(Loss):
-    """Cross entropy of the model's logits. Smoothing and z_loss count in evaluation too."""
+    """Cross entropy of the model's logits. Smoothing and z_loss count in evaluation too.
+
+    Behind compiled blocks, output layer and sum are compiled as one, in which logits in fp32 never reach memory.
+    """
+
+    compiles = True
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> None:
         self._z_loss, self._label_smoothing = z_loss, label_smoothing
         self.is_likelihood = not (z_loss or label_smoothing)
+        self._of_hidden: Any = None
 
     def check(self, model: nn.Module) -> None:
         """Any model will do."""
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
+        if self.compile_options is not None and torch.is_grad_enabled() and getattr(model, "has_plain_head", False):
+            with suppress(ModelError):  # of a class whose head turns out not to be plain
+                return self._compiled_total(model, inputs, labels)
         logits = logits_of(model(**inputs), model)
         if self.eval_metrics is not None:
             self.eval_metrics.add(logits, labels, label_shift(inputs))
@@ -45,9 +54,27 @@ class CrossEntropy(Loss):
             explain_misfit(error, model, logits, inputs, labels)
             raise
 
+    def _compiled_total(self, model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
+        """``total``, with the output layer and what follows in one graph."""
+        z_loss, label_smoothing = self._z_loss, self._label_smoothing
+
+        def of_hidden(head: nn.Module, hidden: Tensor, labels: Tensor, shift: int) -> Tensor:
+            return cross_entropy_sum(head(hidden), labels, shift=shift, z_loss=z_loss, label_smoothing=label_smoothing)
+
+        self._of_hidden = self._of_hidden or torch.compile(of_hidden, **(self.compile_options or {}))
+        head, hidden = model.head, model.hidden_states(**inputs)
+        try:
+            total: Tensor = self._of_hidden(head, hidden, labels, label_shift(inputs))
+            return total
+        except MISFITS as error:
+            explain_misfit(error, model, hidden, inputs, labels, len(head.weight))
+            raise
+
 
 class LinearCrossEntropy(Loss):
     """Head and cross entropy together, in chunks of tokens."""
+
+    compiles = True
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, chunk_size: int = 256) -> None:
         self._options: dict[str, Any] = {
@@ -56,6 +83,7 @@ class LinearCrossEntropy(Loss):
             "chunk_size": chunk_size,
         }
         self.is_likelihood = not (z_loss or label_smoothing)
+        self.kernel = linear_cross_entropy_sum
 
     def check(self, model: nn.Module) -> None:
         check_fusable(model, "loss=linear_cross_entropy")
@@ -64,7 +92,8 @@ class LinearCrossEntropy(Loss):
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics, chunk_size=self._options["chunk_size"])
         options = {"shift": label_shift(inputs), **self._options}
         try:
-            return linear_cross_entropy_sum(hidden, head.weight, labels, bias=head.bias, **options)
+            total: Tensor = self.kernel(hidden, head.weight, labels, bias=head.bias, **options)
+            return total
         except MISFITS as error:
             explain_misfit(error, model, hidden, inputs, labels, len(head.weight))
             raise

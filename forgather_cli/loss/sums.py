@@ -118,11 +118,15 @@ class _Gradients:
         if self.hidden is not None:
             if self.hidden.dtype == w.dtype:
                 torch.mm(dlogits, w, out=self.hidden[rows])
+            elif self.hidden.dtype == torch.float32 and _has_wide_sums(w):
+                torch.mm(dlogits, w, out_dtype=torch.float32, out=self.hidden[rows])
             else:
                 self.hidden[rows] = dlogits @ w
         if self.weight is not None:
             if x.dtype == self.weight.dtype:
                 self.weight.addmm_(dlogits.t(), x)
+            elif _has_wide_sums(x):
+                torch.addmm(self.weight, dlogits.t(), x, out_dtype=torch.float32, out=self.weight)
             else:
                 self.weight.add_(dlogits.t() @ x)
         if self.bias is not None:
@@ -146,7 +150,7 @@ def _in_chunks(
     for start in range(0, len(targets), chunk_size):
         rows = slice(start, start + chunk_size)
         x = hidden[rows].to(dtype)
-        logits = (x @ w.t()).float()
+        logits = torch.mm(x, w.t(), out_dtype=torch.float32) if _has_wide_sums(x) else (x @ w.t()).float()
         if bias is not None:
             logits += bias
         total += _chunk(logits, targets[rows], z_loss, label_smoothing, into_gradient=grads is not None)
@@ -154,6 +158,17 @@ def _in_chunks(
             grads.add(logits.to(dtype), x, w, rows)
         del logits  # before the next chunk's are made, not after
     return total
+
+
+def _has_wide_sums(x: Tensor) -> bool:
+    """Whether products of half-width numbers can come out in fp32, in which tensor cores sum them.
+
+    torch has it for CUDA alone, from sm80 on (2.11, 2.13: ``mm.dtype``, and ``addmm.dtype`` with an fp32 accumulator);
+    inductor cannot lower the latter (2.11, pytorch#163880).
+    """
+    if x.device.type != "cuda" or x.dtype not in (torch.bfloat16, torch.float16) or torch.compiler.is_compiling():
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
 def _chunk(logits: Tensor, targets: Tensor, z_loss: float, smoothing: float, *, into_gradient: bool) -> Tensor:

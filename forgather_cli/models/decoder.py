@@ -154,6 +154,9 @@ class Decoder(nn.Module):
     ``cut``): the rest runs on hidden states instead of token ids and keeps its parameter names.
     """
 
+    has_plain_head = True
+    """Logits are what ``head`` makes of ``hidden_states(...)``: a loss may be compiled together with it."""
+
     def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
         assert settings.vocab_size is not None, "resolve_decoder first"
@@ -279,8 +282,11 @@ def causal_mask(
     """The mask (1 or B, 1, T, S), True = attend; or None and whether SDPA is to be plainly causal, which is faster."""
     T, S = x.shape[1], past + x.shape[1]
     windowed = window is not None and window < S
-    if document_ids is None and attention_mask is None and not windowed and (past == 0 or T == 1):
-        return None, past == 0 and T > 1
+    if document_ids is None and attention_mask is None and not windowed:
+        if T == 1:
+            return None, False
+        if past == 0:  # True, not a comparison of T: in a graph of any length SDPA gets no symbol
+            return None, True
     keys = torch.arange(S, device=x.device)
     queries = keys[past:, None]
     mask = keys <= queries

@@ -133,6 +133,7 @@ class Qwen3ForSeq2SeqLM(nn.Module):
     """An encoder-decoder language model. ``settings`` must be resolved (``resolve_encoder_decoder``)."""
 
     is_encoder_decoder = True
+    has_plain_head = True
 
     def __init__(self, settings: EncoderDecoderSettings) -> None:
         super().__init__()

@@ -88,20 +88,27 @@ def recomputes(module: nn.Module) -> bool:
     )
 
 
-def compile_blocks(module: nn.Module, args: RunSettings) -> None:
-    """Compile every block in place with the ``torch_compile_*`` settings. Raises ModelError.
-
-    Blocks share their code, so all of them cost one compilation. ``activation_memory_budget`` is torch's own
-    process-wide switch (``torch._functorch.config``).
+def compile_options(args: RunSettings) -> dict[str, Any]:
+    """The arguments of ``torch.compile``; ``activation_memory_budget``, torch's own process-wide switch
+    (``torch._functorch.config``), is set.
     """
     if args.activation_memory_budget is not None:
         from torch._functorch import config
 
         config.activation_memory_budget = args.activation_memory_budget
+    return {
+        "backend": args.torch_compile_backend or "inductor",
+        "mode": args.torch_compile_mode,
+        "dynamic": args.torch_compile_dynamic,
+        "fullgraph": args.torch_compile_fullgraph,
+    }
+
+
+def compile_blocks(module: nn.Module, args: RunSettings) -> None:
+    """Compile every block in place with the ``torch_compile_*`` settings. Raises ModelError.
+
+    Blocks share their code, so all of them cost one compilation.
+    """
+    options = compile_options(args)
     for _, block in _required_blocks(module, "torch_compile"):
-        block.compile(
-            backend=args.torch_compile_backend or "inductor",
-            mode=args.torch_compile_mode,
-            dynamic=args.torch_compile_dynamic,
-            fullgraph=args.torch_compile_fullgraph,
-        )
+        block.compile(**options)

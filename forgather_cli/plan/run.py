@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from forgather_cli.config.batch import batch_plan
+from forgather_cli.config.decided import decided
 from forgather_cli.config.pipeline_layout import Stage, bubble
 from forgather_cli.config.schema import (
     Config,
@@ -21,7 +22,6 @@ from forgather_cli.config.schema import (
     Ul2Settings,
 )
 from forgather_cli.errors import ConfigError
-from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
 from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
@@ -103,8 +103,8 @@ def make_plan(config: Config) -> RunPlan:
     from forgather_cli.data.build import cached_token_counts
     from forgather_cli.models.build import most_tokens
 
-    precision, why = without_auto(config.precision, config.device)
-    config = _known(config)
+    config = with_local_model(config, weights=False)
+    config, decisions = decided(config)
     world_size = plan_layout(config).world
     counts = cached_token_counts(config.data, model_tokens=most_tokens(config)) or {}
     seq_len, (vocab_size, num_new) = _seq_len(config), _vocabulary(config, counts)
@@ -118,8 +118,8 @@ def make_plan(config: Config) -> RunPlan:
         seq_len=seq_len,
         parameters=[],
         trainer=config.trainer.path if isinstance(config.trainer, Target) else config.trainer.type,
-        precision=precision.type,
-        auto_because=why,
+        precision=config.precision.type,
+        auto_because=next((each.why for each in decisions if each.path == "precision"), ""),
         world_size=world_size,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
@@ -132,12 +132,6 @@ def make_plan(config: Config) -> RunPlan:
         checkpoint_bytes=None,
     )
     return made if vocab_size is None else _with_model(made, config, vocab_size, num_new)
-
-
-def _known(config: Config) -> Config:
-    """What training would make of ``precision=auto`` here, and of a model's name on the hub."""
-    config = with_local_model(config, weights=False)
-    return replace(config, precision=without_auto(config.precision, config.device)[0])
 
 
 def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) -> RunPlan:
@@ -175,7 +169,7 @@ def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
     from forgather_cli.data.build import cached_token_counts
     from forgather_cli.models.build import most_tokens
 
-    config = _known(config)
+    config, _ = decided(with_local_model(config, weights=False))
     counts = cached_token_counts(config.data, model_tokens=most_tokens(config)) or {}
     seq_len, (vocab_size, num_new) = _seq_len(config), _vocabulary(config, counts)
     if seq_len is None or vocab_size is None:

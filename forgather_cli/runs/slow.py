@@ -100,7 +100,7 @@ def _findings(
     if share("first_step_seconds") > _MUCH:
         took = f"The first step took {times['first_step_seconds']:.0f} s, {percent('first_step_seconds')}"
         if settings.get("torch_compile"):
-            yield Bottleneck(f"{took}: it compiles the blocks.", "torch_compile=false for runs as short as this one")
+            yield Bottleneck(f"{took}: it compiles the model.", "torch_compile=false for runs as short as this one")
         else:
             yield Bottleneck(f"{took}: it warms the device up.", "a longer run, in which it does not count")
     if share("evaluation_seconds") > _MUCH:

@@ -69,6 +69,8 @@ class ModelSpec:
     """Activation checkpointing: makes a part recompute activations in the backward."""
     compile: Change | None = None
     """Compiles a part."""
+    compile_with_loss: dict[str, Any] | None = None
+    """Instead of ``compile``: arguments of ``torch.compile`` for the module of model and loss (``ModelWithLoss``)."""
     init: Callable[[nn.Module], None] | None = None
     """Fills the parameters of a part after they have memory; None if ``build`` delivers them filled."""
 
@@ -102,6 +104,8 @@ class Strategy(ABC):
     """As in ``trainer=NAME``; logs and checkpoints hold it."""
     supports_fp16: bool = False
     supports_compile: bool = False
+    compiles_with_loss: bool = False
+    """It compiles model and loss as one with ``ModelSpec.compile_with_loss``; else only the parts are compiled."""
     supports_optimizer_in_backward: bool = False
     """Checked for a user's strategy (``check_supported``); for ours config checks the facts of the settings class."""
     device: torch.device

@@ -38,6 +38,7 @@ class DataParallel(Strategy):
     name = "ddp"
     supports_fp16 = DDPSettings.supports_fp16
     supports_compile = True
+    compiles_with_loss = DDPSettings.compiles_with_loss
     supports_optimizer_in_backward = DDPSettings.supports_optimizer_in_backward
     model_group = None
 
@@ -71,7 +72,7 @@ class DataParallel(Strategy):
         # a buffer that is no part of the state follows from settings (rotary frequencies): it is equal everywhere
         has_buffers = any(not isinstance(t, nn.Parameter) for t in model.state_dict(keep_vars=True).values())
         self._sends_buffers = self._settings.broadcast_buffers and has_buffers
-        self._with_loss = ModelWithLoss(model, self._loss)
+        self._with_loss = ModelWithLoss(model, self._loss, spec.compile_with_loss)
         if self._world.size > 1:
             with _unguarded() as unguard:
                 self._replica = DistributedDataParallel(
@@ -170,7 +171,7 @@ class DataParallel(Strategy):
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            return self._with_loss(batch), targets_of(batch)
+            return self._with_loss.evaluate(batch), targets_of(batch)
 
     @torch.no_grad()
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:

@@ -20,6 +20,7 @@ class SingleDevice(Strategy):
     name = "single"
     supports_fp16 = SingleSettings.supports_fp16
     supports_compile = True
+    compiles_with_loss = SingleSettings.compiles_with_loss
     supports_optimizer_in_backward = SingleSettings.supports_optimizer_in_backward
     data_rank = 0
     data_size = 1
@@ -41,7 +42,7 @@ class SingleDevice(Strategy):
         model = spec.transformed(spec.whole())
         spec.fill(model, self.device)
         self.parts = [model]
-        self._with_loss = ModelWithLoss(model, self._loss)
+        self._with_loss = ModelWithLoss(model, self._loss, spec.compile_with_loss)
 
     def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share: Tensor | None = None
@@ -56,7 +57,7 @@ class SingleDevice(Strategy):
     @torch.no_grad()
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            return self._with_loss(batch), targets_of(batch)
+            return self._with_loss.evaluate(batch), targets_of(batch)
 
     @torch.no_grad()
     def logits(self, batch: Batch, *, last_only: bool = False, cache: Any = None) -> Tensor | None:

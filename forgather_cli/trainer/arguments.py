@@ -94,6 +94,7 @@ class HFSettings(RunSettings, ScriptSettings):
     """
 
     output_dir: FilePath | None = "trainer_output"
+    torch_compile: bool = False
     learning_rate: NonNegative = 5e-5
     weight_decay: NonNegative = 0.0
     num_train_epochs: float = 3.0

@@ -61,17 +61,37 @@ def model_spec(
     *,
     init: Callable[[nn.Module], None] | None = None,
     seed: int = 0,
+    losses: tuple[Loss | None, Loss | None] = (None, None),
     enable_checkpointing: Callable[[nn.Module], Any] | None = None,
     checkpointing_options: dict[str, Any] | None = None,
 ) -> ModelSpec:
     """How to make the model: ``build``, then dtype and layers of ``precision``, ``adapter``, ``gradient_checkpointing``
     and ``torch_compile`` where the settings ask for them. ``init`` fills what ``build`` makes, and adapters start by
-    ``seed``. ``enable_checkpointing``: the user's function for gradient_checkpointing, which changes the model or
-    returns another one. Raises ConfigError.
+    ``seed``. ``losses``: of the settings, and what is minimised. ``enable_checkpointing``: the user's function for
+    gradient_checkpointing, which changes the model or returns another one. Raises ConfigError.
     """
-    from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
+    from forgather_cli.models.transform import (
+        apply_activation_checkpointing,
+        cast_parameters,
+        compile_blocks,
+        compile_options,
+    )
 
     check_supported(config, strategy)
+    of_settings, minimised = losses
+    compiles = strategy.compiles_with_loss and minimised is not None and minimised.compiles
+    if minimised is not None and minimised.kernel is not None and config.torch_compile_fullgraph:
+        compiles = False
+    if config.torch_compile and config.torch_compile_scope == "model" and not compiles:
+        raise ConfigError(
+            "torch_compile_scope: model needs a strategy and a loss that compile as one, which those of your own, "
+            "precision=fp16, and with torch_compile_fullgraph=true other losses than cross_entropy do not; set "
+            "torch_compile_scope=blocks"
+        )
+    # fused with the optimizer, one backward of the whole would free no gradient early
+    as_one = compiles and config.torch_compile_scope != "blocks" and not config.fuse_optim_with_backward
+    if config.torch_compile and not as_one and of_settings is not None:
+        of_settings.compile_options = compile_options(config)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
     dtype = parameter_dtype(config.precision)
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
@@ -113,7 +133,8 @@ def model_spec(
         build,
         adapt=adapt if changes else None,
         checkpoint=checkpoint if config.gradient_checkpointing else None,
-        compile=compiled if config.torch_compile else None,
+        compile=compiled if config.torch_compile and not as_one else None,
+        compile_with_loss=compile_options(config) if config.torch_compile and as_one else None,
         init=init,
     )
 

@@ -78,7 +78,7 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "gradient_checkpointing": _read(bool | None, None),
     "gradient_checkpointing_kwargs": _read(dict[str, Any] | str | None, None, "as activation_checkpointing_kwargs"),
-    "torch_compile": _read(bool, False, "block by block"),
+    "torch_compile": _read(bool, False, "as torch_compile_scope says"),
     "torch_compile_backend": _read(str | None, None),
     "torch_compile_mode": _read(str | None, None),
     "use_liger_kernel": _refused(

@@ -93,6 +93,7 @@ class Loop:
             strategy,
             init=None if fill is None else lambda part: fill(part, seed),
             seed=seed,
+            losses=(self._settings_loss, self._loss),
             enable_checkpointing=objects.enable_checkpointing,
             checkpointing_options=script.gradient_checkpointing_kwargs,
         )

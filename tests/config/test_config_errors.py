@@ -48,7 +48,7 @@ TYPED_WRONG = {
     "+callbacks.mine.every=3": "callbacks.mine.every: unknown callback; One of your own needs callbacks.mine._target_",
     "model=tinyy": "model=tinyy: no such option; did you mean tiny? Options: decoder, nano,",
     "trainer=5": "trainer=5: no such option; Options: ddp, fsdp2, pipeline, single",
-    "loss=null": "loss=null: no such option; Options: cross_entropy, ",
+    "loss=null": "loss=null: no such option; Options: auto, cross_entropy, ",
     "n_microbatches=8": "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected",
     "files=[x]": "files: only data=text|tokens|instruct|ul2|seq2seq has this setting, but data=python_stdlib is",
     "beta2_decay=-1": "beta2_decay: only optimizer=adafactor has this setting, but optimizer=muon is selected",
@@ -315,7 +315,7 @@ CONTRADICTIONS = {
     "loss=liger device=cpu": "loss: liger needs a CUDA GPU and Triton, got device=cpu; set loss=linear_cross_entropy",
     "loss=cut_cross_entropy device=cuda:1 precision=fp32": "loss: the backward of cut_cross_entropy takes bf16",
     "loss=cut_cross_entropy deterministic=true": "deterministic: the kernels of loss=cut_cross_entropy add up in any",
-    "loss=cut_cross_entropy z_loss=0.1": "z_loss: only loss=cross_entropy|",
+    "loss=cut_cross_entropy z_loss=0.1": "z_loss: only loss=auto|cross_entropy|",
     "trainer=pipeline nproc_per_node=4 n_microbatches=2": "n_microbatches: schedule=1F1B with 4 stages needs at least",
     "trainer=pipeline schedule=DualPipeV nproc_per_node=2 n_microbatches=2": "DualPipeV with 4 stages needs at least",
     "trainer=pipeline schedule=InterleavedZeroBubble nproc_per_node=2 n_microbatches=5 global_batch_size=null "

@@ -34,6 +34,13 @@ class _Smoothed(_Loss):
 
 
 @settings
+class AutoLossSettings(_Smoothed):
+    """The fastest of the others on the device: decided when the run starts, and kept by it."""
+
+    type: Literal["auto"] = "auto"
+
+
+@settings
 class CrossEntropySettings(_Smoothed):
     type: Literal["cross_entropy"] = "cross_entropy"
 
@@ -45,7 +52,7 @@ class LinearCrossEntropySettings(_Smoothed):
     applies_head: ClassVar[bool] = True
 
     type: Literal["linear_cross_entropy"] = "linear_cross_entropy"
-    chunk_size: PositiveInt = 256  # tokens
+    chunk_size: PositiveInt | None = None  # tokens; null: by the memory of the GPU, 256 on a CPU
 
 
 @settings
@@ -86,7 +93,4 @@ KernelLoss = LigerSettings | CutCrossEntropySettings
 FusedLoss = LinearCrossEntropySettings | KernelLoss
 """Options that apply the head's weight themselves."""
 
-LossOption = Annotated[
-    CrossEntropySettings | LinearCrossEntropySettings | LigerSettings | CutCrossEntropySettings | Target,
-    by_type,
-]
+LossOption = Annotated[AutoLossSettings | CrossEntropySettings | FusedLoss | Target, by_type]

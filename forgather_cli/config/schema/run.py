@@ -44,7 +44,7 @@ from forgather_cli.run_dir import is_name
 
 _SEVERAL_RANKS = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
 _WORKERS = only_where("dataloader_num_workers", bool, "set dataloader_num_workers above 0")
-_COMPILED = only_if("torch_compile", True)
+_COMPILED = only_if("torch_compile", True, "auto", remedy="set torch_compile=true")
 _EVALUATES = only_if("eval_strategy", "steps", "epoch", remedy="set eval_strategy=steps")
 _SAVES = only_if("save_strategy", "steps", "epoch", "best", remedy="set save_strategy=steps")
 _ON_RESUME = only_where("resume_from_checkpoint", lambda resume: resume is not False, "set resume_from_checkpoint=true")
@@ -138,7 +138,8 @@ class RunSettings(Settings):
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None  # null: as torch is
     detect_anomaly: bool = False
 
-    torch_compile: bool = False
+    torch_compile: bool | Literal["auto"] = False  # auto: as config/decided.py decides
+    torch_compile_scope: Annotated[Literal["auto", "blocks", "model"], _COMPILED] = "auto"
     torch_compile_backend: Annotated[str | None, _COMPILED] = None
     torch_compile_mode: Annotated[str | None, _COMPILED] = None
     torch_compile_dynamic: Annotated[bool | None, _COMPILED] = None
@@ -223,6 +224,11 @@ class Config(RunSettings):
             yield (
                 "activation_memory_budget: gradient_checkpointing=true recomputes all of a block already; set one of "
                 "the two"
+            )
+        if self.torch_compile_scope == "model" and self.fuse_optim_with_backward:
+            yield (
+                "torch_compile_scope: model has one backward, which frees no gradient early for "
+                "fuse_optim_with_backward=true; set torch_compile_scope=blocks"
             )
         epochs = self.num_train_epochs
         if self.max_steps == 0:

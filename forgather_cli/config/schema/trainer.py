@@ -32,6 +32,8 @@ class _Trainer(Settings):
     max_ranks: ClassVar[int | None] = None
     supports_fp16: ClassVar[bool] = True
     supports_optimizer_in_backward: ClassVar[bool] = True
+    compiles_with_loss: ClassVar[bool] = False
+    """Model and loss can be compiled as one; else the blocks."""
     trains_given_parameters: ClassVar[bool] = True
     """The parameters that an optimizer gets are those of the model as it was built."""
     takes_built_model: ClassVar[bool] = True
@@ -44,6 +46,11 @@ class _Trainer(Settings):
             yield (
                 f"precision: fp16 scales the loss, which trainer={self.type} does not; set precision=bf16, or "
                 "trainer=ddp or fsdp2"
+            )
+        if config.torch_compile_scope == "model" and not self.compiles_with_loss:
+            yield (
+                f"torch_compile_scope: trainer={self.type} compiles block by block, got model; set "
+                "torch_compile_scope=blocks"
             )
         if config.fuse_optim_with_backward and not self.supports_optimizer_in_backward:
             yield (
@@ -62,6 +69,7 @@ class SingleSettings(_Trainer):
     """One device, in the process itself."""
 
     max_ranks: ClassVar[int | None] = 1
+    compiles_with_loss: ClassVar[bool] = True
 
     type: Literal["single"] = "single"
 
@@ -101,6 +109,7 @@ class PostLocalSGD(Settings):
 @settings
 class DDPSettings(_Trainer):
     supports_optimizer_in_backward: ClassVar[bool] = False
+    compiles_with_loss: ClassVar[bool] = True
 
     type: Literal["ddp"] = "ddp"
     broadcast_buffers: bool = True
@@ -200,7 +209,7 @@ class PipelineSettings(_Trainer):
             yield from error.problems
             return
         found = []
-        if config.torch_compile and self.splits_backward:
+        if config.torch_compile is True and self.splits_backward:
             found.append(
                 f"torch_compile: compiled blocks get wrong gradients from schedule={self.schedule}, which splits the "
                 "backward; set torch_compile=false or schedule=1F1B"

@@ -35,6 +35,8 @@ class CausalLM(nn.Module):
     meta, which says how parameters and buffers begin. Raises ModelError for a class with tensors outside of submodules.
     """
 
+    has_plain_head = True  # until it has shown another
+
     def __init__(self, theirs: Any, twin: Callable[[], Any]) -> None:
         super().__init__()
         own = [*theirs._parameters, *theirs._buffers]
@@ -158,6 +160,7 @@ class CausalLM(nn.Module):
             del head.forward
         if not self._has_plain_head:
             if len(seen) != 1 or not torch.equal(logits, probe):
+                self.has_plain_head = False
                 raise ModelError(
                     f"loss: {type(self.theirs).__name__} does more to its logits than its output layer does (a soft "
                     "cap or a scale), which a loss that applies that layer itself leaves out; set loss=cross_entropy"
