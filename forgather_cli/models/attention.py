@@ -63,24 +63,18 @@ def documents_of(starts: Tensor, length: int, window: int | None) -> Documents:
     return Documents(borders, length, (-1 if window is None or window >= length else window - 1, 0))
 
 
-def block_mask(
-    queries: Tensor,
-    keys: Tensor,
-    *,
-    causal: bool = False,
-    window: int | None = None,
-    query_mask: Tensor | None = None,
-    key_mask: Tensor | None = None,
-) -> BlockMask:
-    """Attention of documents (B, T) to the equal ones of (B, S), apart from padding, which is 0 in masks of that shape.
+def without_padding(document_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Numbers of documents, the padding in each one of its own: for ``block_mask``."""
+    return 2 * document_ids + (1 if attention_mask is None else attention_mask.to(document_ids.dtype))
 
-    Blocks in whose range of documents there is none of the other's are left out. Nothing of T x S is made, as
+
+def block_mask(queries: Tensor, keys: Tensor, *, causal: bool = False, window: int | None = None) -> BlockMask:
+    """Attention of documents, numbered (B, T), to those of the same number in (B, S).
+
+    Blocks in whose range of numbers there is none of the other's are left out. Nothing of T x S is made, as
     ``create_block_mask`` does where it is not compiled.
     """
     from torch.nn.attention.flex_attention import BlockMask
-
-    queries = 2 * queries + (1 if query_mask is None else query_mask.to(queries.dtype))
-    keys = 2 * keys + (1 if key_mask is None else key_mask.to(keys.dtype))
 
     def may_see(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = queries[b, q] == keys[b, k]
@@ -106,38 +100,35 @@ def block_mask(
 def _ranges(ids: Tensor) -> tuple[Tensor, Tensor]:
     """The lowest and the highest of each block."""
     padding = ids[:, -1:].expand(-1, -ids.shape[1] % _BLOCK)
-    blocks = torch.cat([ids, padding], 1).unflatten(1, (-1, _BLOCK))
+    blocks = torch.cat([ids, padding], 1).view(len(ids), -1, _BLOCK)
     return blocks.amin(2), blocks.amax(2)
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """How many blocks of keys each of queries has, and which, before all others."""
-    listed = blocks.to(torch.int32).argsort(-1, descending=True, stable=True)
+    listed = blocks.to(torch.int32).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32)[:, None], listed.to(torch.int32)[:, None]
 
 
 def attend_apart(q: Tensor, k: Tensor, v: Tensor, how: Documents | BlockMask) -> Tensor:
     """(B, H, T, D) of queries (B, H, T, D), keys and values (B, K, S, D); 0 where a query sees no key."""
-    groups, out = q.shape[1] // k.shape[1], Tensor()
+    groups = q.shape[1] // k.shape[1]
     if not isinstance(how, Documents):
-        out = _flex()(q, k, v, block_mask=how, enable_gqa=groups > 1)
+        from torch.nn.attention.flex_attention import flex_attention
+
+        flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+        out: Tensor = flex(q, k, v, block_mask=how, enable_gqa=groups > 1)
         return out
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     if groups > 1 and not grouped:  # torch 2.11
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     (B, _, T, _), borders = q.shape, how.borders
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, D)
-    y: Any = varlen_attn(q, k, v, borders, borders, T, T, window_size=how.window, **grouped)
-    out = y.unflatten(0, (B, T)).transpose(1, 2)
-    return out
-
-
-def _flex() -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
+    line: Any = varlen_attn(q, k, v, borders, borders, T, T, window_size=how.window, **grouped)
+    y: Tensor = line.unflatten(0, (B, T)).transpose(1, 2)
+    return y
 
 
 @functools.cache
@@ -171,20 +162,21 @@ def kernel_of(device: torch.device, dtype: torch.dtype, heads: tuple[int, int], 
     return SDPBackend(choice).name.lower().removesuffix("_attention")
 
 
-def kernels_line(model: Any, device: torch.device, dtype: torch.dtype, length: int) -> str | None:
-    """What attention of ``model`` runs in, for the log; None for a model that does not tell its heads."""
-    shape = getattr(model, "settings", None) or getattr(model, "config", None)
+def kernels_of(model: Any, device: torch.device, dtype: torch.dtype, length: int) -> str:
+    """What attention of ``model`` runs in, for people."""
+    shape: Any = getattr(model, "settings", None) or getattr(model, "config", None)
     shape = shape.get_text_config() if hasattr(shape, "get_text_config") else getattr(shape, "stack", shape)
-    if not isinstance(heads := getattr(shape, "num_attention_heads", None), int):
-        return None
+    heads = getattr(shape, "num_attention_heads", None)
+    if not isinstance(heads, int) or device.type not in ("cpu", "cuda"):
+        return "not known"
     both = heads, getattr(shape, "num_key_value_heads", None) or heads
-    head_dim, dropout = getattr(shape, "head_dim", None) or shape.hidden_size // heads, dropout_of(shape)
-    line = f"attention: {kernel_of(device, dtype, both, head_dim, length)}"
-    if not (ways := getattr(model, "document_kernels", ())) or device.type not in DEVICES:
-        return line
+    kernel = kernel_of(device, dtype, both, getattr(shape, "head_dim", None) or shape.hidden_size // heads, length)
+    ways, dropout = getattr(model, "document_kernels", ()), dropout_of(shape)
+    if not ways or device.type not in DEVICES:
+        return kernel
     way = ways[0] if dtype in HALF and has_varlen(device) else ways[-1]
     way = f"a mask of all scores, which attention_dropout={dropout} needs" if dropout else way
-    return f"{line}; documents of a row are kept apart by {way}"
+    return f"{kernel}; documents of a row are kept apart by {way}"
 
 
 def dropout_of(shape: Any) -> float:
@@ -192,12 +184,13 @@ def dropout_of(shape: Any) -> float:
     return max(getattr(shape, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
 
 
-def shadowed_cudnn() -> str | None:
-    """Where torch runs with another cuDNN than the package that came with it: both versions, for people."""
-    found = torch.backends.cudnn.version() if torch.version.cuda else None
+def shadowed_cudnn() -> tuple[str, str] | None:
+    """Where another cuDNN runs than the package that came with torch, and what to do."""
     with contextlib.suppress(metadata.PackageNotFoundError):
-        shipped = metadata.version(f"nvidia-cudnn-cu{str(torch.version.cuda).partition('.')[0]}")
-        major, minor, patch = map(int, shipped.split(".")[:3])
-        if found and found != major * 10000 + minor * 100 + patch:
-            return f"cuDNN {found // 10000}.{found // 100 % 100}.{found % 100} runs, torch came with {shipped}"
+        shipped = metadata.version(f"nvidia-cudnn-cu{(torch.version.cuda or '').partition('.')[0]}")
+        found: Any = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        name = f"{found // 10000}.{found // 100 % 100}.{found % 100}"
+        if not f"{shipped}.".startswith(f"{name}."):
+            remedy = "take the folder of the system's CUDA out of LD_LIBRARY_PATH"
+            return f"cuDNN {name} runs where torch brought {shipped}, which may halve attention's speed", remedy
     return None

@@ -16,7 +16,15 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import DecoderSettings
 from forgather_cli.errors import ModelError
-from forgather_cli.models.attention import HALF, Mask, attend_apart, block_mask, documents_of, keeps_apart
+from forgather_cli.models.attention import (
+    HALF,
+    Mask,
+    attend_apart,
+    block_mask,
+    documents_of,
+    keeps_apart,
+    without_padding,
+)
 from forgather_cli.models.cache import KVCache, LayerCache
 from forgather_cli.models.layers import Embedding, Linear, RMSNorm, to_autocast
 from forgather_cli.models.rope import RotaryEmbedding, rotate
@@ -215,9 +223,10 @@ class Decoder(nn.Module):
         """Logits (B, T, V), or (B, 1, V) of the last position with ``last_only``.
 
         input_ids (B, T) int64. ``document_ids`` (B, T) int: attention stays inside equal ids; ``document_starts``
-        (B, n) int32 says where they begin in each row (the rest is T), for ``varlen_attn``. ``attention_mask`` (B, S) 1 = token, 0 = padding on either side. ``position_ids`` (T,) or (B, T); without them positions count
-        tokens from the left, padding left out. ``cache`` holds the positions before these and is extended by them; with
-        rope type ``dynamic``, whose angles change with the length for all positions, it stays empty.
+        (B, n) int32 says where they begin in each row (the rest is T), for ``varlen_attn``. ``attention_mask`` (B, S)
+        1 = token, 0 = padding on either side. ``position_ids`` (T,) or (B, T); without them positions count tokens from
+        the left, padding left out. ``cache`` holds the positions before these and is extended by them; with rope type
+        ``dynamic``, whose angles change with the length for all positions, it stays empty.
         """
         x = self.hidden_states(
             input_ids,
@@ -267,9 +276,8 @@ class Decoder(nn.Module):
         s, embedding = self.settings, self.model.embed_tokens
         if document_starts is not None and attention_mask is None and keeps_apart(document_ids, s.attention_dropout):
             dtype = x.dtype if embedding is None or x.is_floating_point() else embedding.weight.dtype
-            kind, size = x.device.type, s.head_size
-            dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
-            if dtype in HALF and size % 8 == 0 and size <= 256:
+            dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else dtype
+            if dtype in HALF and s.head_size % 8 == 0 and s.head_size <= 256:
                 return Context(cos, sin, documents_of(document_starts, x.shape[1], s.sliding_window), is_causal=False)
         mask, is_causal = causal_mask(x, past, s.sliding_window, document_ids, attention_mask, s.attention_dropout)
         return Context(cos, sin, mask, is_causal)
@@ -291,17 +299,12 @@ def angles(
 
 
 def causal_mask(
-    x: Tensor,
-    past: int,
-    window: int | None,
-    document_ids: Tensor | None,
-    attention_mask: Tensor | None,
-    dropout: float,
+    x: Tensor, past: int, window: int | None, document_ids: Tensor | None, attention_mask: Tensor | None, dropout: float
 ) -> tuple[Mask, bool]:
-    """The mask, and None with whether SDPA is to be plainly causal, which is faster."""
+    """The mask, or None and whether SDPA is to be plainly causal, which is faster."""
     if keeps_apart(document_ids, dropout):
-        masks = {"query_mask": attention_mask, "key_mask": attention_mask}
-        return block_mask(document_ids, document_ids, causal=True, window=window, **masks), False
+        ids = without_padding(document_ids, attention_mask)
+        return block_mask(ids, ids, causal=True, window=window), False
     T, S = x.shape[1], past + x.shape[1]
     windowed = window is not None and window < S
     if document_ids is None and attention_mask is None and not windowed and (past == 0 or T == 1):
