@@ -27,6 +27,10 @@ LENGTHS = "sequence_lengths"
 (B, 2). Who counts tokens takes it out (``take_num_tokens``)."""
 
 
+STARTS = "document_starts"
+"""The key of a batch that says where documents begin in each row, (B, n), to models that take it (``with_starts``)."""
+
+
 def label_shift(batch: Mapping[str, Any]) -> int:
     """By how many positions a label stands behind the position that predicts it: 1, or 0 in an encoder-decoder."""
     return 0 if "decoder_input_ids" in batch else 1

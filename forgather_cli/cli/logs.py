@@ -105,6 +105,8 @@ def slow(
     rows = [(TIMES[name], human_seconds(each), f"{100 * each / total:.1f} %")
             for name, each in sorted(report.times.items(), key=lambda pair: -pair[1])]  # fmt: skip
     print_table((Col("the time went to"), Col("time", right=True), Col("share", right=True)), rows)
+    if report.attention is not None:
+        tell(f"attention: {report.attention}")
     for finding in report.findings:
         tell(f"{finding.what}\n  try: {finding.remedy}")
     if not report.findings:

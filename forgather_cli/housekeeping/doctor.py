@@ -10,7 +10,6 @@ import shutil
 import socket
 import sys
 import sysconfig
-import warnings
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -147,6 +146,8 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
     cpu = {"name": name, "cores": available_cores(), "instructions": list(instructions)}
     try:
         import torch
+
+        from forgather_cli.models.attention import kernel_of, shadowed_cudnn
     except (ImportError, OSError) as error:  # OSError: a library of it that the system does not have
         what = f"torch cannot be imported ({str(error).splitlines()[0]})"
         findings.append(Finding("error", what, "install it again, its CPU build where there is no GPU"))
@@ -161,7 +162,7 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
             "bf16": "fast" if bf16_on(str(device))[0] else "slow",
             "fp16": "fast" if fp16 else "emulated",
             "fp8": fp8 if torchao else "needs forgather[quantize]",
-            "flash attention": "yes" if _has_flash_attention(device) else "no",
+            "attention": kernel_of(device, torch.bfloat16, (16, 16), 64, 1024),
             "loss=liger": "needs CUDA" if device.type != "cuda" else "yes" if kernels else "needs forgather[kernels]",
             "loss=cut_cross_entropy": "yes" if kernels else "needs forgather[kernels]",
             "adapter=qlora": "yes" if find_spec("bitsandbytes") else "needs forgather[qlora]",
@@ -185,6 +186,8 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
         what = f"torch {torch.__version__} cannot use the {len(found)} GPUs of this machine"
         remedy = "install a build of it for CUDA that the driver (nvidia-smi) is new enough for"
         findings.append(Finding("warning", what, remedy))
+    if (shadowed := shadowed_cudnn()) is not None:
+        findings.append(Finding("warning", *shadowed))
     fp16 = any(name in instructions for name in ("AVX512-FP16", "AMX-FP16"))
     threads = torch.get_num_threads()
     devices.append({"name": "cpu", "about": f"{threads} thread{'s' * (threads > 1)}",
@@ -192,21 +195,6 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
     if torch.backends.mps.is_available():
         devices.append({"name": "mps", "about": "only with device=mps, on which nothing was tested", "runs": {}})
     return {"cpu": cpu, "devices": devices}
-
-
-def _has_flash_attention(device: Any) -> bool:
-    """Whether torch's attention of the decoder's kind runs in a kernel that never holds the (T, T) scores."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    heads = torch.zeros(1, 1, 16, 64, device=device, dtype=torch.bfloat16)
-    try:
-        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            warnings.simplefilter("ignore")  # of why it does not
-            torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _compiler(findings: list[Finding]) -> Facts:

@@ -16,6 +16,15 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import DecoderSettings
 from forgather_cli.errors import ModelError
+from forgather_cli.models.attention import (
+    HALF,
+    Mask,
+    attend_apart,
+    block_mask,
+    documents_of,
+    keeps_apart,
+    without_padding,
+)
 from forgather_cli.models.cache import KVCache, LayerCache
 from forgather_cli.models.layers import Embedding, Linear, RMSNorm, to_autocast
 from forgather_cli.models.rope import RotaryEmbedding, rotate
@@ -30,7 +39,7 @@ class Context(NamedTuple):
 
     cos: Tensor  # (T, 1, D) or (B, T, 1, D), fp32
     sin: Tensor
-    mask: Tensor | None  # (1 or B, 1, T, S) bool, True = attend
+    mask: Mask
     is_causal: bool  # the mask is the plain causal one, and not made
 
 
@@ -53,8 +62,10 @@ class Projections(nn.Module):
         self.q_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(s.head_dim, s.rms_norm_eps) if s.qk_norm else nn.Identity()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, is_causal: bool) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, is_causal: bool) -> Tensor:
         """(B, H, T, D) of queries (B, H, T, D), keys and values (B, K, S, D)."""
+        if mask is not None and not isinstance(mask, Tensor):
+            return attend_apart(q, k, v, mask)
         grouped = self.grouped
         if grouped and q.is_cuda and (mask is not None or q.dtype == torch.float32):
             # in fp32, and with a mask unless cuDNN's kernel takes it (bf16 on an H200 it does, faster than this), SDPA
@@ -156,6 +167,8 @@ class Decoder(nn.Module):
 
     has_plain_head = True
     """Logits are what ``head`` makes of ``hidden_states(...)``: a loss may be compiled together with it."""
+    document_kernels = ("varlen_attn", "flex attention")
+    """What keeps documents apart on a GPU, first in half precision."""
 
     def __init__(self, settings: DecoderSettings) -> None:
         super().__init__()
@@ -204,21 +217,24 @@ class Decoder(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
         last_only: bool = False,
     ) -> Tensor:
         """Logits (B, T, V), or (B, 1, V) of the last position with ``last_only``.
 
-        input_ids (B, T) int64. ``document_ids`` (B, T) int: attention stays inside equal ids. ``attention_mask``
-        (B, S) 1 = token, 0 = padding on either side. ``position_ids`` (T,) or (B, T); without them positions count
-        tokens from the left, padding left out. ``cache`` holds the positions before these and is extended by them; with
-        rope type ``dynamic``, whose angles change with the length for all positions, it stays empty.
+        input_ids (B, T) int64. ``document_ids`` (B, T) int: attention stays inside equal ids; ``document_starts``
+        (B, n) int32 says where they begin in each row (the rest is T), for ``varlen_attn``. ``attention_mask`` (B, S)
+        1 = token, 0 = padding on either side. ``position_ids`` (T,) or (B, T); without them positions count tokens from
+        the left, padding left out. ``cache`` holds the positions before these and is extended by them; with rope type
+        ``dynamic``, whose angles change with the length for all positions, it stays empty.
         """
         x = self.hidden_states(
             input_ids,
             position_ids=position_ids,
             document_ids=document_ids,
+            document_starts=document_starts,
             attention_mask=attention_mask,
             cache=cache,
         )
@@ -232,13 +248,14 @@ class Decoder(nn.Module):
         *,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        document_starts: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
         """What ``head`` is applied to, (B, T, E), after the final norm. Arguments as in ``forward``."""
         if self.model.rotary_emb.dynamic:
             cache = None
-        context = self.context(input_ids, position_ids, document_ids, attention_mask, cache)
+        context = self.context(input_ids, position_ids, document_ids, attention_mask, cache, document_starts)
         x: Tensor = self.model(input_ids, context, cache)
         if cache is not None:
             cache.length += input_ids.shape[1]
@@ -251,13 +268,20 @@ class Decoder(nn.Module):
         document_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         cache: KVCache | None = None,
+        document_starts: Tensor | None = None,
     ) -> Context:
-        """Angles and mask for input ``x`` (B, T, ...); only its shape and device are read."""
+        """Angles and mask for input ``x`` (B, T, ...); only its shape, device and dtype are read."""
         past = 0 if cache is None else cache.length
         if cache is not None and document_ids is not None:
             raise ValueError("document_ids and cache exclude each other")
         cos, sin = angles(self.model.rotary_emb, x, past, position_ids, attention_mask)
-        mask, is_causal = causal_mask(x, past, self.settings.sliding_window, document_ids, attention_mask)
+        s, embedding = self.settings, self.model.embed_tokens
+        if document_starts is not None and attention_mask is None and keeps_apart(document_ids, s.attention_dropout):
+            dtype = x.dtype if embedding is None or x.is_floating_point() else embedding.weight.dtype
+            dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else dtype
+            if dtype in HALF and s.head_size % 8 == 0 and s.head_size <= 256:
+                return Context(cos, sin, documents_of(document_starts, x.shape[1], s.sliding_window), is_causal=False)
+        mask, is_causal = causal_mask(x, past, s.sliding_window, document_ids, attention_mask, s.attention_dropout)
         return Context(cos, sin, mask, is_causal)
 
 
@@ -277,9 +301,12 @@ def angles(
 
 
 def causal_mask(
-    x: Tensor, past: int, window: int | None, document_ids: Tensor | None, attention_mask: Tensor | None
-) -> tuple[Tensor | None, bool]:
-    """The mask (1 or B, 1, T, S), True = attend; or None and whether SDPA is to be plainly causal, which is faster."""
+    x: Tensor, past: int, window: int | None, document_ids: Tensor | None, attention_mask: Tensor | None, dropout: float
+) -> tuple[Mask, bool]:
+    """The mask, or None and whether SDPA is to be plainly causal, which is faster."""
+    if keeps_apart(document_ids, dropout):
+        ids = without_padding(document_ids, attention_mask)
+        return block_mask(ids, ids, causal=True, window=window), False
     T, S = x.shape[1], past + x.shape[1]
     windowed = window is not None and window < S
     if document_ids is None and attention_mask is None and not windowed:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import DecoderSettings, EncoderDecoderSettings
+from forgather_cli.models.attention import Mask, block_mask, keeps_apart, without_padding
 from forgather_cli.models.cache import KVCache, LayerCache
 from forgather_cli.models.decoder import MLP, Attention, Context, DecoderLayer, Projections, angles, causal_mask
 from forgather_cli.models.layers import Embedding, Linear, RMSNorm, to_autocast
@@ -24,9 +25,8 @@ class Memory(NamedTuple):
 
     states: Tensor
     """(B, S, E), after the encoder's last norm."""
-    mask: Tensor | None
-    """(B, 1, 1 or T, S), added to scores, as ``added_to_scores``; None: attend to everything. No row is without a
-    key."""
+    mask: Mask
+    """(B, 1, 1 or T, S), added to scores, as ``added_to_scores``, no row without a key; None: attend to everything."""
     has_keys: Tensor | None
     """(B, 1, 1 or T, 1) bool: False where nothing may be attended to, and the cross-attention adds nothing."""
 
@@ -134,6 +134,7 @@ class Qwen3ForSeq2SeqLM(nn.Module):
 
     is_encoder_decoder = True
     has_plain_head = True
+    document_kernels = ("flex attention",)
 
     def __init__(self, settings: EncoderDecoderSettings) -> None:
         super().__init__()
@@ -203,29 +204,34 @@ class Qwen3ForSeq2SeqLM(nn.Module):
         if decoder_input_ids is None:  # a rank without data takes part with two tokens
             decoder_input_ids, decoder_document_ids = input_ids, document_ids
             decoder_attention_mask, decoder_position_ids = attention_mask, position_ids
-        stacks, past = self.model, 0 if cache is None else cache.length
+        stacks, past, dropout = self.model, 0 if cache is None else cache.length, self.settings.attention_dropout
         if past:  # the memory's keys are in the cache; only its mask is needed
             states = input_ids.new_empty(*input_ids.shape, 0)
         else:
             cos, sin = angles(stacks.rotary_emb, input_ids, 0, position_ids, attention_mask)
             states = stacks.embed_tokens(input_ids)
-            mask = added_to_scores(both_ways_mask(input_ids, document_ids, attention_mask), states)
+            mask = added_to_scores(both_ways_mask(input_ids, document_ids, attention_mask, dropout), states)
             states = stacks.encoder(states, Context(cos, sin, mask, is_causal=False))
         x: Tensor = stacks.embed_tokens(decoder_input_ids)
-        mask, has_keys = cross_mask(attention_mask, document_ids, decoder_document_ids)
+        mask, has_keys = cross_mask(attention_mask, document_ids, decoder_document_ids, dropout)
         memory = Memory(states, added_to_scores(mask, x), has_keys)
         cos, sin = angles(stacks.rotary_emb, decoder_input_ids, past, decoder_position_ids, decoder_attention_mask)
-        mask, is_causal = causal_mask(decoder_input_ids, past, None, decoder_document_ids, decoder_attention_mask)
+        mask, is_causal = causal_mask(
+            decoder_input_ids, past, None, decoder_document_ids, decoder_attention_mask, dropout
+        )
         x = stacks.decoder(x, memory, Context(cos, sin, added_to_scores(mask, x), is_causal), cache)
         if cache is not None:
             cache.length += decoder_input_ids.shape[1]
         return x
 
 
-def both_ways_mask(x: Tensor, document_ids: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+def both_ways_mask(x: Tensor, document_ids: Tensor | None, attention_mask: Tensor | None, dropout: float) -> Mask:
     """Which keys the encoder's tokens ``x`` (B, S) attend to, (B, 1, 1 or S, S); None: all."""
     if document_ids is None and attention_mask is None:
         return None
+    if keeps_apart(document_ids, dropout):
+        ids = without_padding(document_ids, attention_mask)
+        return block_mask(ids, ids)
     S = x.shape[1]
     mask = torch.ones((1, 1, 1, S), dtype=torch.bool, device=x.device)
     if document_ids is not None:
@@ -237,11 +243,14 @@ def both_ways_mask(x: Tensor, document_ids: Tensor | None, attention_mask: Tenso
 
 
 def cross_mask(
-    attention_mask: Tensor | None, document_ids: Tensor | None, decoder_document_ids: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
+    attention_mask: Tensor | None, document_ids: Tensor | None, decoder_document_ids: Tensor | None, dropout: float
+) -> tuple[Mask, Tensor | None]:
     """Which of the encoder's tokens the decoder's attend to, True = attend; and ``has_keys`` of ``Memory``."""
     mask: Tensor | None = None
     if document_ids is not None and decoder_document_ids is not None:
+        if keeps_apart(document_ids, dropout):
+            ids = without_padding(document_ids, attention_mask)
+            return block_mask(without_padding(decoder_document_ids, None), ids), None
         mask = decoder_document_ids[:, None, :, None] == document_ids[:, None, None, :]
     if attention_mask is not None:
         tokens = attention_mask[:, None, None, :].bool()
@@ -252,11 +261,12 @@ def cross_mask(
     return mask | ~has_keys, has_keys
 
 
-def added_to_scores(mask: Tensor | None, x: Tensor) -> Tensor | None:
-    """A bool mask as what SDPA adds to scores, 0 or -inf, in the dtype that a layer computes in with states like ``x``.
+def added_to_scores(mask: Mask, x: Tensor) -> Mask:
+    """A bool mask as what SDPA adds to scores, 0 or -inf, in the dtype that a layer computes in with states like ``x``;
+    what a kernel keeps apart by as it is.
 
     From a bool mask SDPA makes it in every layer, where it stays for the backward (torch 2.13, ``attention.cpp``).
     """
-    if mask is None:
-        return None
+    if not isinstance(mask, Tensor):
+        return mask
     return torch.where(mask, torch.zeros((), dtype=to_autocast(x[:0]).dtype, device=x.device), -torch.inf)

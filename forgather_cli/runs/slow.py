@@ -26,6 +26,7 @@ _FEW = 4  # logs that tell no spread
 _CORES = "top shows what else runs there; the run's own ranks and data workers count too"
 _MACHINE = "top, vmstat 1 and on GPUs nvidia-smi, as it runs: others on the device, heat, swapping"
 _SLOW_RANK = re.compile(r"rank \d+ is slow, and the others wait for it.*")  # as ``launch.hang`` writes it
+_ATTENTION = re.compile(r"attention: (.*)")  # as the trainer does
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,12 @@ class Bottleneck:
 
 @dataclass(frozen=True)
 class Report:
-    """What ``forgather logs slow`` prints. ``times``: seconds by ``columns.TIMES``."""
+    """What ``forgather logs slow`` prints. ``times``: seconds by ``columns.TIMES``; ``attention``: its kernel."""
 
     run: str
     times: dict[str, float]
     findings: list[Bottleneck]
+    attention: str | None = None
 
 
 def times_of(records: Sequence[Record]) -> dict[str, float]:
@@ -78,7 +80,7 @@ def explain(run: RunDir) -> Report:
     times = times_of(records)
     if not sum(times.values()):
         raise SetupError(f"{run.metrics}: tells no times yet; wait for the second log, or lower logging_steps")
-    return Report(str(run.root), times, list(_findings(run, records, settings, times)))
+    return Report(str(run.root), times, list(_findings(run, records, settings, times)), _in_log(run, _ATTENTION))
 
 
 def _findings(
@@ -122,7 +124,7 @@ def _findings(
     if share("exchange_seconds") > _MUCH:
         less = "diloco.sync_every twice as large at the server, or diloco.overlap, which trains on meanwhile"
         yield Bottleneck(f"Exchanges with other workers take {percent('exchange_seconds')}.", less)
-    if (slow := _slow_rank(run)) is not None:
+    if (slow := _in_log(run, _SLOW_RANK)) is not None:
         yield Bottleneck(
             f"One rank keeps the others waiting: {slow}.", f"forgather control stacks {run.root}, as it runs"
         )
@@ -227,10 +229,10 @@ def _of_steps(records: Sequence[Record], settings: dict[str, Any]) -> Iterator[B
             yield Bottleneck(used, "torch_compile=true")
 
 
-def _slow_rank(run: RunDir) -> str | None:
-    """What the log says of a slow rank, last."""
+def _in_log(run: RunDir, pattern: re.Pattern[str]) -> str | None:
+    """What the log of rank 0 says last of something."""
     try:
-        found = _SLOW_RANK.findall(read_text(run.rank_log(0)))
+        found = pattern.findall(read_text(run.rank_log(0)))
     except SetupError:
         return None
     return str(found[-1]).rstrip(".") if found else None

@@ -21,6 +21,7 @@ from forgather_cli.config.pipeline_layout import Stage, layout_lines, stage_layo
 from forgather_cli.config.schema import FSDP2Settings, PipelineSettings, PrecisionOption
 from forgather_cli.distributed import gather
 from forgather_cli.errors import ConfigError, DataError, ModelError
+from forgather_cli.labels import STARTS
 from forgather_cli.loss import IGNORED, Loss, inputs_of_generation, model_kwargs, model_logits, num_targets
 from forgather_cli.models.stages import (
     fresh_models,
@@ -40,7 +41,7 @@ from forgather_cli.strategies.pipeline_schedule import Boundary, StageModule, Tr
 
 log = logging.getLogger(__name__)
 
-MASKS = ("attention_mask", "document_ids", "position_ids")
+MASKS = ("attention_mask", "document_ids", STARTS, "position_ids")
 """Keys that a batch may have beside ``input_ids`` and ``labels``; each stage computes mask and angles from them."""
 
 

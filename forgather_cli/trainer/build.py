@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import Config, FP8Settings, NoAdapter, QATSettings, RunSettings, Target
@@ -16,7 +15,9 @@ from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import gather, pick_device, world
 from forgather_cli.errors import ConfigError
+from forgather_cli.labels import STARTS
 from forgather_cli.loss import ComputedLoss, Loss, build_loss
+from forgather_cli.models.attention import has_varlen
 from forgather_cli.models.parts import named_tensors, num_elements, train_only
 from forgather_cli.precision import parameter_dtype
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
@@ -221,7 +222,7 @@ def train_loader(
         # a model or loss of the user's own may take others
         labels_are_ids=not any(isinstance(part, Target) for part in (config.model, config.loss)),
         token_bytes=token_bytes,
-        **_loader_settings(config, strategy.device),
+        **_loader_settings(config, strategy),
     )
 
 
@@ -252,16 +253,18 @@ def eval_loader(
         collate_fn=collate_fn,
         data_ranks=data_ranks,
         dispatch=config.dispatch_batches if config.dispatch_eval_batches is None else config.dispatch_eval_batches,
-        **_loader_settings(config, strategy.device),
+        **_loader_settings(config, strategy),
     )
 
 
-def _loader_settings(args: RunSettings, device: torch.device) -> dict[str, Any]:
+def _loader_settings(args: RunSettings, strategy: Strategy) -> dict[str, Any]:
     """The arguments of a loader that say how it reads, not what."""
+    device, takes = strategy.device, inspect.signature(strategy.parts[0].forward).parameters
     return {
         "num_workers": args.dataloader_num_workers,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "pin_memory": args.dataloader_pin_memory if args.dataloader_pin_memory is not None else device.type == "cuda",
         "persistent_workers": args.dataloader_persistent_workers,
         "device": device,
+        "document_starts": STARTS in takes and has_varlen(device),
     }

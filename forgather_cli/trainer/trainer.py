@@ -25,7 +25,9 @@ from forgather_cli.data.text.auto_tokenizer import warn_of_other_ids
 from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
 from forgather_cli.errors import PartError
 from forgather_cli.launch.exit_status import ExitStatus
+from forgather_cli.models.attention import kernels_in_order, kernels_of, shadowed_cudnn
 from forgather_cli.models.parts import trainable_parameters
+from forgather_cli.precision import compute_dtype
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import check_shares
 from forgather_cli.trainer.arguments import RecipeArguments, ScriptSettings
@@ -163,9 +165,10 @@ class Loop:
             if config.detect_anomaly and run.world.rank == 0:
                 log.warning("detect_anomaly: every backward pass looks for NaN, and steps take several times as long")
             # set_detect_anomaly, since detect_anomaly warns by itself
+            kernels = kernels_in_order(run.strategy.device)
             anomaly_mode = torch.autograd.set_detect_anomaly(config.detect_anomaly or torch.is_anomaly_enabled())
             try:
-                with anomaly_mode, garbage_collection(config) as self._garbage, self.checkpoints:
+                with anomaly_mode, kernels, garbage_collection(config) as self._garbage, self.checkpoints:
                     self.emit("on_train_begin")
                     if run.outer is not None:
                         run.outer.begin()
@@ -197,6 +200,10 @@ class Loop:
 
         if run.world.rank == 0:
             warn_of_other_ids(self.model, config.data)
+            length = run.data_description.get("seq_len") or 1024
+            log.info("attention: %s", kernels_of(self.model, strategy.device, compute_dtype(config.precision), length))
+            if (found := shadowed_cudnn()) is not None:
+                log.warning("%s; %s", *found)
         model: Any = getattr(self.model, "config", None)  # of a class of transformers
         model = model.get_text_config() if hasattr(model, "get_text_config") else model
         if run.world.rank == 0 and (coefficient := getattr(model, "router_aux_loss_coef", None)):

@@ -68,6 +68,7 @@ class TrainLoader:
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
+        document_starts: bool = False,
         persistent_workers: bool = False,
         drop_last: bool = True,
         shuffle: bool = True,
@@ -85,7 +86,7 @@ class TrainLoader:
         self._token_bytes = token_bytes
         self.dataset, self._vocab_size, self._labels_are_ids = dataset, vocab_size, labels_are_ids
         self.global_batch_size = global_batch_size
-        self._device, self._pin_memory = torch.device(device), pin_memory
+        self._device, self._pin_memory, self._starts = torch.device(device), pin_memory, document_starts
         workers = Workers(num_workers, prefetch_factor, persistent_workers)
         share = Share(global_batch_size, micro_batch_size, rank, size, drop_last)
         self._data: MapStyleSteps | IterableRounds
@@ -134,7 +135,9 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Step]:
         epoch = self.epoch
-        for batches, (counts, position) in to_device(self._counted(), self._device, self._pin_memory):
+        for batches, (counts, position) in to_device(
+            self._counted(), self._device, self._pin_memory, starts=self._starts
+        ):
             self._position = position
             yield Step(batches, counts)
         self._position = start_of(epoch + 1)
@@ -251,6 +254,7 @@ class EvalLoader:
         num_workers: int = 0,
         prefetch_factor: int | None = None,
         pin_memory: bool | None = None,
+        document_starts: bool = False,
         persistent_workers: bool = False,
         collate_fn: CollateFn | None = None,
         device: torch.device | str = "cpu",
@@ -261,7 +265,7 @@ class EvalLoader:
         self.dataset, self.batch_size = dataset, batch_size
         self._max_samples = max_samples
         self._max_steps = max_steps if max_steps >= 0 else None
-        self._device, self._pin_memory = torch.device(device), pin_memory
+        self._device, self._pin_memory, self._starts = torch.device(device), pin_memory, document_starts
         self._settings = {"per_device_eval_batch_size": batch_size, "max_eval_samples": max_samples}
         workers = Workers(num_workers, prefetch_factor, persistent_workers)
         self._rounds: IterableRounds | None = None
@@ -321,7 +325,7 @@ class EvalLoader:
         else:
             batches = (batch for batches, _ in self._rounds.read(start_of(0)) for batch in batches)
         alone = (([batch], None) for batch in islice(batches, self._max_steps))
-        for (batch,), _ in to_device(alone, self._device, self._pin_memory):
+        for (batch,), _ in to_device(alone, self._device, self._pin_memory, starts=self._starts):
             if "labels" in batch:
                 check_labels(batch, "eval_dataset")
             yield batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -9,14 +10,15 @@ import torch
 from torch import Tensor
 
 from forgather_cli.data.loaders.collate import Batch
+from forgather_cli.labels import STARTS
 
 _Rest = TypeVar("_Rest")
 
 
 def to_device(
-    items: Iterator[tuple[list[Batch], _Rest]], device: torch.device, pin_memory: bool | None
+    items: Iterator[tuple[list[Batch], _Rest]], device: torch.device, pin_memory: bool | None, *, starts: bool = False
 ) -> Iterator[tuple[list[Batch], _Rest]]:
-    """The same items with their batches on ``device``.
+    """The same items with their batches on ``device``, on CUDA as ``with_starts`` makes them where ``starts`` says so.
 
     On CUDA the next item is read and its copy queued, from pinned memory (``pin_memory``; None: yes), before the
     present one is yielded; the model's stream waits for the copy, the host does not. On other devices items are copied
@@ -25,12 +27,12 @@ def to_device(
     if device.type == "cpu":
         return items
     if device.type == "cuda":
-        return _prefetched(items, device, pin=pin_memory is not False)
+        return _prefetched(items, device, pin=pin_memory is not False, starts=starts)
     return ((_moved(batches, lambda tensor: tensor.to(device)), rest) for batches, rest in items)
 
 
 def _prefetched(
-    items: Iterator[tuple[list[Batch], _Rest]], device: torch.device, *, pin: bool
+    items: Iterator[tuple[list[Batch], _Rest]], device: torch.device, *, pin: bool, starts: bool
 ) -> Iterator[tuple[list[Batch], _Rest]]:
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -44,7 +46,8 @@ def _prefetched(
         if following is None:
             return None
         with torch.cuda.stream(stream):
-            return _moved(following[0], copy), following[1], stream.record_event()
+            batches = [with_starts(batch) for batch in following[0]] if starts else following[0]
+            return _moved(batches, copy), following[1], stream.record_event()
 
     ready = queue()
     while ready is not None:
@@ -58,5 +61,27 @@ def _prefetched(
         yield batches, rest
 
 
+def with_starts(batch: Batch) -> Batch:
+    """``batch`` on the CPU with ``STARTS`` (B, n) int32 beside ``document_ids`` (B, T): where documents begin in each
+    row, and T from there on. n is a power of 2, so that shapes seldom change: on a device nobody could tell it without
+    waiting. Of ids that may come again behind others nothing is said.
+    """
+    ids = batch.get("document_ids")
+    if ids is None or ids.dim() != 2 or bool((ids[:, 1:] < ids[:, :-1]).any()):
+        return batch
+    begins = torch.ones_like(ids, dtype=torch.bool)
+    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    numbers = begins.cumsum(1)
+    n = max(16, 1 << (int(numbers[:, -1].max()) - 1).bit_length())
+    starts = torch.full((len(ids), n), ids.shape[1], dtype=torch.int32)
+    rows, places = begins.nonzero(as_tuple=True)
+    starts[rows, numbers[begins] - 1] = places.to(torch.int32)
+    return {**batch, STARTS: starts}
+
+
 def _moved(batches: list[Batch], move: Callable[[Tensor], Tensor]) -> list[Batch]:
-    return [{key: move(tensor) for key, tensor in batch.items()} for batch in batches]
+    moved = [{key: move(tensor) for key, tensor in batch.items()} for batch in batches]
+    for batch in moved if "torch._dynamo" in sys.modules else ():  # and is not imported to be told
+        if STARTS in batch:
+            torch._dynamo.maybe_mark_dynamic(batch[STARTS], 1)  # else another size compiles the model again
+    return moved

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
 from forgather_cli.models.cache import KVCache
+from forgather_cli.models.hf.documents import masks_of, takes_blocks
 from forgather_cli.models.hf.init import InitialValues
 from forgather_cli.shards import fill_local
 
@@ -81,6 +82,11 @@ class CausalLM(nn.Module):
         """Rows of the embedding."""
         rows: int = self.theirs.get_input_embeddings().weight.shape[0]
         return rows
+
+    @property
+    def document_kernels(self) -> tuple[str, ...]:
+        """What keeps documents apart on a GPU; none: a mask."""
+        return ("flex attention",) if takes_blocks(self.theirs) else ()
 
     @property
     def head(self) -> nn.Module:
@@ -212,9 +218,7 @@ class CausalLM(nn.Module):
                 f"isolate_documents: {name} cannot keep documents of a sequence apart; set isolate_documents=false"
             )
         inputs["position_ids"] = positions_in_documents(documents, inputs.pop("attention_mask", None))
-        if self._isolates:
-            return self._call(input_ids, **inputs)
-        with requires_isolation(name):
+        with masks_of(documents, self.theirs), nullcontext() if self._isolates else requires_isolation(name):
             out = self._call(input_ids, **inputs)
         self._isolates = True
         return out

@@ -25,6 +25,7 @@ from forgather_cli.config.schema import AdamWSettings, PipelineSettings, Transfo
 from forgather_cli.errors import ModelError
 from forgather_cli.inference.source import load_source
 from forgather_cli.loss import model_logits
+from forgather_cli.models import attention
 from forgather_cli.models.build import build_model, initialize
 from forgather_cli.models.cache import KVCache
 from forgather_cli.models.generate import generate
@@ -144,6 +145,44 @@ def test_documents_are_kept_apart(name: str) -> None:
         found = model(ids, document_ids=torch.tensor([[0] * 6 + [1] * 10, [0] * 16]))
         torch.testing.assert_close(found[:1, 6:], model(ids[:1, 6:]), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(found[1], model(ids)[1], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama", "gpt2"])
+def test_classes_of_transformers_keep_documents_apart_by_blocks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils
+    from transformers.integrations import flex_attention as theirs
+
+    monkeypatch.setattr(attention, "DEVICES", ("cpu",))
+    monkeypatch.setattr(theirs, "compile_friendly_flex_attention", lambda *args, training, **kwargs: (
+        theirs.flex_attention(*args, **kwargs)
+    ))  # fmt: skip
+    create = masking_utils.create_block_mask
+    masks: list[Any] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        masks.append(create(*args, **kwargs | {"_compile": False}))
+        return masks[-1]
+
+    monkeypatch.setattr(masking_utils, "create_block_mask", noted)
+    model = model_of(settings_of(name))
+    ids, found = tokens(), torch.tensor([[0] * 6 + [1] * 10, [0] * 9 + [1] * 7])
+    with monkeypatch.context() as patch:
+        patch.setattr(attention, "DEVICES", ())
+        expected = model(ids, document_ids=found)
+        plain = model(ids)
+    assert model.config._attn_implementation == "sdpa"
+    torch.testing.assert_close(model(ids, document_ids=found), expected, rtol=1e-4, atol=1e-5)
+    assert bool(masks) == (name != "gpt2")  # which has a mask
+    changed = ids.clone()
+    changed[:, 1] = (changed[:, 1] + 1) % V
+    moved = (model(changed, document_ids=found) != model(ids, document_ids=found)).any(-1)
+    assert not moved[found == 1].any()
+    assert moved[:, 1:6].all()
+    masks.clear()
+    torch.testing.assert_close(model(ids), plain)  # without documents it is SDPA's
+    assert not masks
+    assert model.twin() is not None
 
 
 def test_a_class_that_cannot_keep_documents_apart_is_refused() -> None:
