@@ -28,6 +28,7 @@ class Liger(Loss):
     Follows autocast by itself; sums gradients of weight and bias in fp32. Raises SetupError without liger-kernel.
     """
 
+    applies_head = True
     is_separable = False  # its backward scales what the forward kept, in place
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> None:
@@ -62,6 +63,7 @@ class CutCrossEntropy(Loss):
     gradients are in the autocast dtype, since 25.1.1 offers no other. Raises SetupError without the package.
     """
 
+    applies_head = True
     is_separable = False
 
     def __init__(self) -> None:

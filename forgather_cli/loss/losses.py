@@ -49,6 +49,8 @@ class CrossEntropy(Loss):
 class LinearCrossEntropy(Loss):
     """Head and cross entropy together, in chunks of tokens."""
 
+    applies_head = True
+
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, chunk_size: int = 256) -> None:
         self._options: dict[str, Any] = {
             "z_loss": z_loss,
@@ -97,6 +99,8 @@ class UserLoss(Loss):
 
 class UserFusedLoss(Loss):
     """A user's ``factory(head)``, which makes a ``loss_fn(hidden_states, labels)`` that applies the head itself."""
+
+    applies_head = True
 
     def __init__(self, factory: Callable[[nn.Module], LossFn]) -> None:
         self._factory, self._is_new = factory, True

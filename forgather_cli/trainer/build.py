@@ -18,7 +18,7 @@ from forgather_cli.distributed import gather, pick_device, world
 from forgather_cli.errors import ConfigError
 from forgather_cli.loss import ComputedLoss, Loss, build_loss
 from forgather_cli.models.parts import named_tensors, num_elements, train_only
-from forgather_cli.precision import parameter_dtype
+from forgather_cli.precision import parameter_dtype, stream_dtype
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
 from forgather_cli.strategies.build import build_strategy
@@ -69,11 +69,17 @@ def model_spec(
     ``seed``. ``enable_checkpointing``: the user's function for gradient_checkpointing, which changes the model or
     returns another one. Raises ConfigError.
     """
-    from forgather_cli.models.transform import apply_activation_checkpointing, cast_parameters, compile_blocks
+    from forgather_cli.models.transform import (
+        apply_activation_checkpointing,
+        cast_parameters,
+        compile_blocks,
+        half_stream,
+    )
 
     check_supported(config, strategy)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
     dtype = parameter_dtype(config.precision)
+    rounds_stream = stream_dtype(config.precision) == torch.bfloat16
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
@@ -87,6 +93,8 @@ def model_spec(
             done = converted(model, quantized, strategy.device)
             lines += done.lines()
         lines += choose_trained(model, config)
+        if rounds_stream:  # after adapters, whose embeddings give out fp32
+            half_stream(model)
         for line in () if logged else lines:
             _log.log(logging.WARNING if line.startswith("warning: ") else logging.INFO, line.removeprefix("warning: "))
         logged = True
@@ -103,7 +111,7 @@ def model_spec(
         compile_blocks(part, config)
         return part
 
-    changes = dtype is not None or quantized is not None or config.trainable is not None
+    changes = dtype is not None or quantized is not None or config.trainable is not None or rounds_stream
     if not isinstance(config.adapter, NoAdapter):
         from forgather_cli.adapters.load import starting
 
