@@ -25,6 +25,8 @@ class Loss(ABC):
     """Set by an evaluation that counts more than the loss."""
     is_likelihood: bool = False
     """True if the sum is the negative log-likelihood in nats, and nothing is added to it."""
+    applies_head: bool = False
+    """True if it multiplies with the head's weight itself."""
     is_separable: bool = True
     """False if gradients of inputs and weights come from one backward, which no schedule can split in two."""
 

@@ -75,6 +75,7 @@ class LinearCrossEntropy(Loss):
     """Head and cross entropy together, in chunks of tokens."""
 
     compiles = True
+    applies_head = True
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, chunk_size: int = 256) -> None:
         self._options: dict[str, Any] = {
@@ -126,6 +127,8 @@ class UserLoss(Loss):
 
 class UserFusedLoss(Loss):
     """A user's ``factory(head)``, which makes a ``loss_fn(hidden_states, labels)`` that applies the head itself."""
+
+    applies_head = True
 
     def __init__(self, factory: Callable[[nn.Module], LossFn]) -> None:
         self._factory, self._is_new = factory, True

@@ -119,7 +119,9 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm and beside the residual stream, which stays fp32 under autocast."""
+    """Attention and MLP, each behind a norm and beside the residual stream, which stays fp32 under autocast
+    unless ``precision.stream`` says bf16.
+    """
 
     def __init__(self, s: DecoderSettings) -> None:
         super().__init__()

@@ -51,6 +51,9 @@ class RMSNorm(nn.Module):
     Source: Zhang and Sennrich 2019, arXiv:1910.07467.
     """
 
+    keeps_dtype = False
+    """True: what comes out has the dtype of ``x``, the weight being rounded to it (``half_stream``)."""
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
@@ -66,7 +69,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # one dtype for both arguments: a mixed pair falls back to an unfused kernel
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+        if not self.keeps_dtype:
+            return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps)
+        # which is computed in fp32; CUDA's autocast would hand it fp32, and out (torch 2.13, autocast_mode.h)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 def to_autocast(x: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def activations_of(config: Config, shape: Any, model: nn.Module | None = None) -
     width = stream = FP32  # of an activation inside of layers, and in the residual stream: fp32 under autocast
     if precision.type in HALF_PRODUCTS:
         policy = isinstance(trainer, FSDP2Settings) or (isinstance(trainer, PipelineSettings) and trainer.shard > 1)
-        width, stream = HALF, HALF if policy or precision.type == "bf16_true" else FP32
+        width, stream = HALF, HALF if policy or _rounds_stream(config) else FP32
 
     layer = ((2 * heads + 2 * kv) * head_dim + 4 * mlp + 2 * hidden) * width + 2 * hidden * stream
     if shape.qk_norm:
@@ -122,6 +122,10 @@ def activations_of(config: Config, shape: Any, model: nn.Module | None = None) -
         loss=loss,
         loss_tokens=loss_tokens,
     )
+
+
+def _rounds_stream(config: Config) -> bool:
+    return config.precision.type == "bf16_true" or getattr(config.precision, "stream", None) == "bf16"
 
 
 def _kept_beside_frozen(model: nn.Module, layer: int, width: int) -> list[int]:
@@ -167,7 +171,7 @@ def paired_activations(
     width = stream = FP32
     if config.precision.type in HALF_PRODUCTS:
         policy = isinstance(config.trainer, FSDP2Settings)
-        width, stream = HALF, HALF if policy or config.precision.type == "bf16_true" else FP32
+        width, stream = HALF, HALF if policy or _rounds_stream(config) else FP32
     head, kv = stack.head_dim or 0, stack.num_key_value_heads or 0
     own = stack.hidden_size * (width + stream) + stack.num_attention_heads * head * (2 * width + stream)
     read = kv * head * (2 * width + stream)

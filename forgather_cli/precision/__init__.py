@@ -29,6 +29,11 @@ def half_dtype(option: PrecisionOption | None) -> torch.dtype | None:
     return torch.bfloat16 if isinstance(option, BF16Settings | FP8Settings) else None
 
 
+def stream_dtype(option: PrecisionOption | None) -> torch.dtype | None:
+    """What ``precision.stream`` rounds the residual stream to; None: it is what models make it."""
+    return torch.bfloat16 if isinstance(option, BF16Settings) and option.stream == "bf16" else None
+
+
 def compute_dtype(option: PrecisionOption | None) -> torch.dtype:
     """What matrices are multiplied in."""
     return half_dtype(option) or parameter_dtype(option) or torch.float32

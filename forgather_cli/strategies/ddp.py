@@ -19,6 +19,7 @@ from forgather_cli.config.schema import DDPSettings, PrecisionOption
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
 from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, targets_of
+from forgather_cli.models.transform import shared_halves
 from forgather_cli.precision import Autocast, autocast_for
 from forgather_cli.strategies.base import Batch, GradientSharing, ModelSpec, Strategy, empty_batch, without_targets
 from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, SharedAmong, compressed
@@ -134,16 +135,18 @@ class DataParallel(Strategy):
             self._replica.broadcast_buffers = self._sends_buffers and self.gradient_sharing.weights_are_equal
         # gradients are averaged in the backward of the last micro-batch, which is known only where their number is
         number = len(microbatches) if isinstance(microbatches, Sized) else 0
-        for n, batch in enumerate(microbatches, 1):
-            synced = n == number
-            with self._gradient_sync(synced):
-                loss = self._forward(batch, step_targets) / step_targets
-                if self._local_sgd is not None:
-                    self._local_sgd.add_targets(targets_of(batch))
-                (loss * self.data_size).backward()  # DDP divides by the number of ranks
-            share += loss.detach()
-            if self._reads_graph:
-                self._last_batch = batch
+        applies_head = self._loss.applies_head
+        with shared_halves(self.parts, self._autocast, applies_head=applies_head) if number > 1 else nullcontext():
+            for n, batch in enumerate(microbatches, 1):
+                synced = n == number
+                with self._gradient_sync(synced):
+                    loss = self._forward(batch, step_targets) / step_targets
+                    if self._local_sgd is not None:
+                        self._local_sgd.add_targets(targets_of(batch))
+                    (loss * self.data_size).backward()  # DDP divides by the number of ranks
+                share += loss.detach()
+                if self._reads_graph:
+                    self._last_batch = batch
         if not synced and self._replica is not None:
             self._backward_without_batch()
         return share

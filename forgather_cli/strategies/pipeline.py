@@ -32,7 +32,8 @@ from forgather_cli.models.stages import (
     stage_of,
     tied_names,
 )
-from forgather_cli.precision import autocast_for
+from forgather_cli.models.transform import shared_halves
+from forgather_cli.precision import autocast_for, stream_dtype
 from forgather_cli.shards import local
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.mesh import Degrees, mesh_of
@@ -68,7 +69,7 @@ class Pipeline(Strategy):
         self.supports_compile = not settings.splits_backward
         self.batch_multiple = settings.n_microbatches
         self._settings, self._loss = settings, loss
-        self._autocast = autocast_for(precision, device)
+        self._autocast, self._stream_dtype = autocast_for(precision, device), stream_dtype(precision)
         self._sharding: Sharding | None = None
         self._tied: list[nn.Parameter] = []
         self._tied_group: Any = None
@@ -107,7 +108,7 @@ class Pipeline(Strategy):
         self._splitter = splitter_of(whole, self._settings.splitter)
         layout = stage_layout(self._settings, num_layers_of(whole, split), world.size)
         names = [name for name, _ in whole.named_parameters()]
-        dtype = None if self._sharding is None else self._sharding.policy.param_dtype
+        dtype = self._stream_dtype if self._sharding is None else self._sharding.policy.param_dtype
         dtype = dtype or next(p.dtype for p in whole.parameters() if p.is_floating_point())
         boundary = Boundary(hidden_size_of(whole), dtype)
         models = chain([whole], models)
@@ -175,18 +176,19 @@ class Pipeline(Strategy):
     def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
         ran = False
-        for batch in self._even_microbatches.of(microbatches):
-            labels_of(batch)
-            if len(batch["input_ids"]) == 0:
-                if self._sharding is None:
-                    continue
-                # the other pipelines wait for this one at the end of a schedule step
-                batch = self._even_microbatches.empty()
-            with self._autocast():
-                losses = self._schedule.step(padded(stage_inputs(batch), self.batch_multiple), step_targets)
-            for loss in losses:
-                share += loss.detach()
-            ran = True
+        with shared_halves(self.parts, self._autocast, applies_head=self._loss.applies_head):
+            for batch in self._even_microbatches.of(microbatches):
+                labels_of(batch)
+                if len(batch["input_ids"]) == 0:
+                    if self._sharding is None:
+                        continue
+                    # the other pipelines wait for this one at the end of a schedule step
+                    batch = self._even_microbatches.empty()
+                with self._autocast():
+                    losses = self._schedule.step(padded(stage_inputs(batch), self.batch_multiple), step_targets)
+                for loss in losses:
+                    share += loss.detach()
+                ran = True
         if ran:
             # over the first and the last stage: each has the gradient of its own use of the weight
             for parameter in self._tied:

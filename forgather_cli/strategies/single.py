@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from forgather_cli.config.schema import PrecisionOption, SingleSettings
 from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, targets_of
+from forgather_cli.models.transform import shared_halves
 from forgather_cli.precision import Autocast, autocast_for
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 
@@ -46,12 +48,15 @@ class SingleDevice(Strategy):
 
     def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share: Tensor | None = None
-        for batch in microbatches:
-            with self._autocast():
-                total = self._with_loss(batch, step_targets)
-            loss = total / step_targets
-            loss.backward()
-            share = loss.detach() if share is None else share + loss.detach()
+        several = isinstance(microbatches, Sized) and len(microbatches) > 1
+        applies_head = self._loss.applies_head
+        with shared_halves(self.parts, self._autocast, applies_head=applies_head) if several else nullcontext():
+            for batch in microbatches:
+                with self._autocast():
+                    total = self._with_loss(batch, step_targets)
+                loss = total / step_targets
+                loss.backward()
+                share = loss.detach() if share is None else share + loss.detach()
         return torch.zeros((), device=self.device) if share is None else share
 
     @torch.no_grad()

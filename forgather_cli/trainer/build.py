@@ -19,7 +19,7 @@ from forgather_cli.labels import STARTS
 from forgather_cli.loss import ComputedLoss, Loss, build_loss
 from forgather_cli.models.attention import has_varlen
 from forgather_cli.models.parts import named_tensors, num_elements, train_only
-from forgather_cli.precision import parameter_dtype
+from forgather_cli.precision import parameter_dtype, stream_dtype
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
 from forgather_cli.strategies.build import build_strategy
@@ -76,6 +76,7 @@ def model_spec(
         cast_parameters,
         compile_blocks,
         compile_options,
+        half_stream,
     )
 
     check_supported(config, strategy)
@@ -95,6 +96,7 @@ def model_spec(
         of_settings.compile_options = compile_options(config)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
     dtype = parameter_dtype(config.precision)
+    rounds_stream = stream_dtype(config.precision) == torch.bfloat16
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
@@ -108,6 +110,8 @@ def model_spec(
             done = converted(model, quantized, strategy.device)
             lines += done.lines()
         lines += choose_trained(model, config)
+        if rounds_stream:  # after adapters, whose embeddings give out fp32
+            half_stream(model)
         for line in () if logged else lines:
             _log.log(logging.WARNING if line.startswith("warning: ") else logging.INFO, line.removeprefix("warning: "))
         logged = True
@@ -124,7 +128,7 @@ def model_spec(
         compile_blocks(part, config)
         return part
 
-    changes = dtype is not None or quantized is not None or config.trainable is not None
+    changes = dtype is not None or quantized is not None or config.trainable is not None or rounds_stream
     if not isinstance(config.adapter, NoAdapter):
         from forgather_cli.adapters.load import starting
 

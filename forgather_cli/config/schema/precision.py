@@ -41,6 +41,15 @@ class BF16Settings(Settings):
     """bf16 autocast; parameters, moments and loss stay fp32."""
 
     type: Literal["bf16"] = "bf16"
+    stream: Literal["bf16", "fp32"] | None = None  # null: fp32, and what is gathered where weights are sharded
+
+    def problems(self, config: Any) -> Iterator[str]:
+        held = getattr(config.trainer, "param_dtype", None) or "bf16"
+        if getattr(config.trainer, "shards_parameters", False) and self.stream not in (None, held):
+            yield (
+                f"precision.stream: where weights are sharded (trainer=fsdp2, or pipeline with shard above 1) it is "
+                f"{held} as they are, got {self.stream}; set precision.stream=null or trainer=ddp"
+            )
 
 
 @settings
