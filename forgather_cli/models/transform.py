@@ -120,7 +120,7 @@ def _with_half(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class _Half(torch.autograd.Function):
-    """A weight's copy in half precision. A node for each use: one cast for all of them would get its turn after the whole
+    """A weight's copy in half precision. A node for each use: one cast for all would get its turn after the whole
     backward, for autograd takes the newest nodes first, and hold every gradient back till then.
     """
 

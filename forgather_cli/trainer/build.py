@@ -96,7 +96,7 @@ def model_spec(
         of_settings.compile_options = compile_options(config)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
     dtype = parameter_dtype(config.precision)
-    rounds_stream = stream_dtype(config.precision) == torch.bfloat16
+    rounds_stream = stream_dtype(config.precision) is not None
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
