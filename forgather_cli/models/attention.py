@@ -32,12 +32,10 @@ _BLOCK = 128  # flex attention's own
 
 
 class Documents(NamedTuple):
-    """The documents of a batch for ``varlen_attn``, which takes all rows as one line."""
+    """Those of a batch for ``varlen_attn``, which takes all rows as one line."""
 
     borders: Tensor
     """(N + 1,) int32: where each begins among B x T, and the end. Some are empty, so that sizes seldom change."""
-    length: int
-    """T, which none is longer than; for the longest itself the host would have to wait."""
     window: tuple[int, int]
 
 
@@ -60,7 +58,7 @@ def documents_of(starts: Tensor, length: int, window: int | None) -> Documents:
     borders = F.pad((starts + length * rows).flatten(), (0, 1), value=len(starts) * length)
     if not torch.compiler.is_compiling() and "torch._dynamo" in sys.modules:  # and is not imported to be told
         torch._dynamo.maybe_mark_dynamic(borders, 0)  # else compiled blocks are compiled again for another size
-    return Documents(borders, length, (-1 if window is None or window >= length else window - 1, 0))
+    return Documents(borders, (-1 if window is None or window >= length else window - 1, 0))
 
 
 def without_padding(document_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -126,6 +124,7 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, how: Documents | BlockMask) ->
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     (B, _, T, _), borders = q.shape, how.borders
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, D)
+    # the longest is T at most; for its length the host would have to wait
     line: Any = varlen_attn(q, k, v, borders, borders, T, T, window_size=how.window, **grouped)
     y: Tensor = line.unflatten(0, (B, T)).transpose(1, 2)
     return y

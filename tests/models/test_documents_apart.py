@@ -7,6 +7,7 @@ raises on a CPU).
 from __future__ import annotations
 
 import importlib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from test_decoder import decoder, ids
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -270,6 +272,49 @@ def test_dropout_of_scores_keeps_the_mask(kernels: Any) -> None:
     model = decoder(attention_dropout=0.1)
     model(ids(4, T), **with_starts({"document_ids": documents()}))
     assert not kernels.calls
-    line = attention.kernels_line(model, torch.device("cpu"), torch.float32, 64)
-    assert line is not None
-    assert "attention_dropout=0.1" in line
+    said = attention.kernels_of(model, torch.device("cpu"), torch.float32, 64)
+    assert "attention_dropout=0.1" in said
+
+
+def test_kernels_are_told() -> None:
+    cpu = torch.device("cpu")
+    q = torch.zeros(1, 4, 64, 8, requires_grad=True)
+    chosen = torch._fused_sdp_choice(q, q, q, is_causal=True)
+    kernel = SDPBackend(chosen).name.lower().removesuffix("_attention")
+    assert attention.kernels_of(decoder(), cpu, torch.float32, 64) == kernel
+    assert attention.kernels_of(torch.nn.Linear(1, 1), cpu, torch.float32, 64) == "not known"
+    with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
+        assert attention.kernel_of(cpu, torch.float32, (4, 2), 8, 64) == "math"
+
+
+@pytest.mark.parametrize(("dtype", "way"), [(torch.float32, "varlen_attn"), (torch.float64, "flex attention")])
+def test_what_keeps_documents_apart_is_told(kernels: Any, dtype: torch.dtype, way: str) -> None:
+    cpu = torch.device("cpu")
+    assert attention.kernels_of(decoder(), cpu, dtype, 64).endswith(f"documents of a row are kept apart by {way}")
+    assert "flex attention" in attention.kernels_of(encoder_decoder(), cpu, dtype, 64)
+
+
+def test_on_hopper_cudnn_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch._C._get_sdp_priority_order()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with attention.kernels_in_order(torch.device("cuda")):
+        order = [SDPBackend(n).name.removesuffix("_ATTENTION") for n in torch._C._get_sdp_priority_order()]
+        assert order[:4] == ["CUDNN", "FLASH", "EFFICIENT", "MATH"]
+        assert torch.backends.cuda.mem_efficient_sdp_enabled()
+    assert torch._C._get_sdp_priority_order() == before
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with attention.kernels_in_order(torch.device("cuda")):
+        assert torch._C._get_sdp_priority_order() == before
+
+
+def test_another_cudnn_than_torchs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attention.shadowed_cudnn() is None
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(metadata, "version", {"nvidia-cudnn-cu13": "9.15.1.9"}.__getitem__)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
+    assert attention.shadowed_cudnn() is None
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    found = attention.shadowed_cudnn()
+    assert found is not None
+    assert "9.10.2" in found[0]
+    assert "9.15.1.9" in found[0]

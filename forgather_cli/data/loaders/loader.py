@@ -135,9 +135,7 @@ class TrainLoader:
 
     def __iter__(self) -> Iterator[Step]:
         epoch = self.epoch
-        for batches, (counts, position) in to_device(
-            self._counted(), self._device, self._pin_memory, starts=self._starts
-        ):
+        for batches, (counts, position) in to_device(self._counted(), self._device, self._pin_memory, self._starts):
             self._position = position
             yield Step(batches, counts)
         self._position = start_of(epoch + 1)
@@ -325,7 +323,7 @@ class EvalLoader:
         else:
             batches = (batch for batches, _ in self._rounds.read(start_of(0)) for batch in batches)
         alone = (([batch], None) for batch in islice(batches, self._max_steps))
-        for (batch,), _ in to_device(alone, self._device, self._pin_memory, starts=self._starts):
+        for (batch,), _ in to_device(alone, self._device, self._pin_memory, self._starts):
             if "labels" in batch:
                 check_labels(batch, "eval_dataset")
             yield batch

@@ -16,7 +16,7 @@ _Rest = TypeVar("_Rest")
 
 
 def to_device(
-    items: Iterator[tuple[list[Batch], _Rest]], device: torch.device, pin_memory: bool | None, *, starts: bool = False
+    items: Iterator[tuple[list[Batch], _Rest]], device: torch.device, pin_memory: bool | None, starts: bool = False
 ) -> Iterator[tuple[list[Batch], _Rest]]:
     """The same items with their batches on ``device``, on CUDA as ``with_starts`` makes them where ``starts`` says so.
 
