@@ -39,8 +39,8 @@ class Decision(NamedTuple):
 
 
 Rule = Callable[[Config, Any], tuple[Any, str]]
-"""(config, the GPU as ``hardware.gpu_of`` has it, None of a CPU) -> the value, and why. Of a group's option the
-settings that ``auto`` has too are put in afterwards."""
+"""(config, the GPU as ``hardware.gpu_of`` has it, None of a CPU) -> the value, and why; without a reason it is
+not said. Of a group's option the settings that ``auto`` has too are put in afterwards."""
 
 
 _COMPILATION = 60.0  # seconds, of a large model with its loss
@@ -72,7 +72,7 @@ def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
     """Plain where the model may not let a loss apply its head; else the first that no other setting excludes."""
     plain = CrossEntropySettings()
     if gpu is None:
-        return plain, "not on CUDA"
+        return plain, ""
     if config.torch_compile:
         return plain, "torch_compile=true fuses it with the head"
     if not isinstance(config.model, DecoderSettings | EncoderDecoderSettings | PretrainedSettings):
@@ -88,7 +88,7 @@ def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
 
 
 def _chunk_size(config: Config, gpu: Any) -> tuple[Any, str]:
-    return chunk_tokens(gpu), "not on CUDA" if gpu is None else f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+    return chunk_tokens(gpu), "" if gpu is None else f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
 
 
 _RULES: dict[str, tuple[str | None, Rule]] = {
