@@ -39,8 +39,8 @@ class Decision(NamedTuple):
 
 
 Rule = Callable[[Config, Any], tuple[Any, str]]
-"""(config, the GPU as ``hardware.gpu_of`` has it, None of a CPU) -> the value, and why. Of a group's option the
-settings that ``auto`` has too are put in afterwards."""
+"""(config, the GPU as ``hardware.gpu_of`` has it, None of a CPU) -> the value, and why; without a reason it is
+not said. Of a group's option the settings that ``auto`` has too are put in afterwards."""
 
 
 _COMPILATION = 60.0  # seconds, of a large model with its loss
@@ -69,10 +69,13 @@ def _torch_compile(config: Config, gpu: Any) -> tuple[bool, str]:
 
 
 def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
-    """Plain where the model may not let a loss apply its head; else the first that no other setting excludes."""
+    """Plain where the model may not let a loss apply its head; else the first that no other setting excludes.
+
+    In the order of the bytes that they move; not measured on a GPU yet.
+    """
     plain = CrossEntropySettings()
     if gpu is None:
-        return plain, "not on CUDA"
+        return plain, ""
     if config.torch_compile:
         return plain, "torch_compile=true fuses it with the head"
     if not isinstance(config.model, DecoderSettings | EncoderDecoderSettings | PretrainedSettings):
@@ -87,15 +90,11 @@ def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
     return plain, "other settings exclude those that apply the head"
 
 
-def _chunk_size(config: Config, gpu: Any) -> tuple[Any, str]:
-    return chunk_tokens(gpu), "not on CUDA" if gpu is None else f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
-
-
 _RULES: dict[str, tuple[str | None, Rule]] = {
     "precision": ("auto", lambda config, gpu: without_auto(config.precision, config.device)),
     "torch_compile": ("auto", _torch_compile),
     "loss": ("auto", _loss),
-    "loss.chunk_size": (None, _chunk_size),
+    "loss.chunk_size": (None, lambda config, gpu: (chunk_tokens(gpu), gpu.name if gpu is not None else "")),
 }
 """Setting, a dotted path -> what leaves it open (of a group the option's type), and its rule, which finds those above
 it decided."""

@@ -240,7 +240,8 @@ def as_begun(loaded: Loaded, run: RunDir) -> Loaded:
         raise ConfigError([f"{problem} ({here})" for problem in problems])
     tree = {**loaded.tree}
     for each in decisions:
-        tell(f"{each.says} ({each.why})")
+        if each.why:
+            tell(f"{each.says} ({each.why})")
         group, _, name = each.path.rpartition(".")
         tree |= {group: {**tree[group], name: each.value}} if group else {name: to_tree(each.value)}
     return replace(loaded, config=config, tree=tree)

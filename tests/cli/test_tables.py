@@ -172,7 +172,8 @@ def test_no_error_breaks_a_path_or_a_command(
     place: Path, output: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_run(Path(SWEEP, "run"), [2.0])
-    again = ["train", "model=nano", "data=synthetic", "precision=fp32", f"output_dir={place}/{SWEEP}/run"]
+    known = ["precision=fp32", "loss=cross_entropy"]  # nothing that the run's config would be read for
+    again = ["train", "model=nano", "data=synthetic", *known, f"output_dir={place}/{SWEEP}/run"]
     for words, whole in (
         (["resume", LONG], f"{LONG}:"),
         (again, f"forgather resume {SWEEP}/run"),

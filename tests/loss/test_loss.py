@@ -118,6 +118,61 @@ def test_chunked_loss_follows_autocast(chunk_size: int) -> None:
         assert (ours - theirs).norm() < 0.01 * theirs.norm()
 
 
+@pytest.fixture
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """``torch.mm`` and ``torch.addmm`` with ``out_dtype``, which CUDA alone has: products of bf16, summed and given out
+    in fp32. Returns the names of those that were called.
+    """
+    called: list[str] = []
+    mm = torch.mm
+
+    def wide_mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        if out_dtype is None:
+            return mm(a, b, out=out)
+        assert (a.dtype, b.dtype, out_dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+        called.append("mm")
+        return mm(a.float(), b.float(), out=out)
+
+    def wide_addmm(to: Tensor, a: Tensor, b: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert (a.dtype, b.dtype, to.dtype, out.dtype) == (torch.bfloat16, torch.bfloat16, out_dtype, torch.float32)
+        called.append("addmm")
+        return out.copy_(to + mm(a.float(), b.float()))
+
+    monkeypatch.setattr(torch, "mm", wide_mm)
+    monkeypatch.setattr(torch, "addmm", wide_addmm)
+    monkeypatch.setattr("forgather_cli.loss.sums._has_wide_sums", lambda x: x.dtype == torch.bfloat16)
+    return called
+
+
+@pytest.mark.parametrize("chunk_size", [7, 16, 1000])
+@of_options
+def test_on_tensor_cores_logits_and_gradients_are_rounded_to_bf16_once(
+    options: dict[str, float], chunk_size: int, tensor_cores: list[str]
+) -> None:
+    """Products of bf16 numbers are exact in fp32: only logits' gradients are rounded beyond inputs and weight."""
+    of = inputs()
+    hidden, weight, bias = of
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        fused = linear_cross_entropy_sum(hidden, weight, labels(), bias=bias, chunk_size=chunk_size, **options)
+    rounded = [each.detach().bfloat16().float().requires_grad_() for each in (hidden, weight)]
+    logits = F.linear(*rounded, bias)
+    plain = cross_entropy_sum(logits, labels(), **options)
+    torch.testing.assert_close(fused, plain, rtol=1e-6, atol=1e-6)
+    [dlogits] = torch.autograd.grad(plain, logits, retain_graph=True)
+    narrow = dlogits.bfloat16().float().flatten(0, 1)
+    expected = ((narrow @ rounded[1]).view(B, T, E), narrow.t() @ rounded[0].flatten(0, 1), narrow.sum(0))
+    for ours, theirs in zip(torch.autograd.grad(fused, of), expected, strict=True):
+        assert (ours - theirs).norm() < 2e-4 * theirs.norm()  # bf16: 4e-3; a logit may round the other way
+    chunks = -(-B * T // chunk_size)
+    assert sorted(tensor_cores) == ["addmm"] * chunks + ["mm"] * 2 * chunks
+    for ours, exact in zip(
+        gradients(linear_cross_entropy_sum(hidden, weight, labels(), bias=bias), *of),
+        gradients(cross_entropy_sum(F.linear(hidden, weight, bias), labels()), *of),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, exact, rtol=1e-6, atol=1e-6)  # without autocast all is as ever
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_no_targets_give_zero_and_no_gradient(fused: bool) -> None:
     hidden, weight, _ = inputs()
