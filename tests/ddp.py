@@ -20,10 +20,13 @@ from forgather_cli.trainer.outer import outer_loop
 
 
 def strategy_of(
-    build: Callable[[], nn.Module] = tiny.decoder, loss: Loss | None = None, **settings: Any
+    build: Callable[[], nn.Module] = tiny.decoder,
+    loss: Loss | None = None,
+    compile_with_loss: dict[str, Any] | None = None,
+    **settings: Any,
 ) -> DataParallel:
     strategy = DataParallel(CPU, loss or CrossEntropy(), nullcontext, DDPSettings(**settings))
-    strategy.materialize(ModelSpec(build))
+    strategy.materialize(ModelSpec(build, compile_with_loss=compile_with_loss))
     return strategy
 
 

@@ -203,6 +203,7 @@ def test_what_does_not_fit_is_told_as_without_compilation(scope: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what inductor imports
 @pytest.mark.parametrize("scope", ["model", "blocks"])
 def test_code_of_inductor_computes_the_same(scope: str) -> None:
     options = {"backend": "inductor"}

@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ def compiled_and_checkpointed() -> nn.Module:
     return model
 
 
+def checkpointed(**changes: Any) -> nn.Module:
+    model = tiny.decoder(**changes)
+    apply_activation_checkpointing(model)
+    return model
+
+
 UNEVEN: list[Slices] = [
     [[], [slice(0, 5)], [slice(5, 7), slice(7, 12)]],
     [[slice(0, 3), slice(3, 6)], [], [slice(6, 12)]],
@@ -75,6 +81,18 @@ CASES: dict[str, tuple[list[Slices], dict[str, Any], bool]] = {
     "3, uneven, a generator": (UNEVEN, {}, False),
     **{f"3, uneven, {name}": (UNEVEN, SETTINGS[name], True) for name in ("unused", "static")},
     **{name: ([even(2, 1), even(2, 2), even(2, 1)], each, True) for name, each in SETTINGS.items()},
+    **{
+        f"compiled with the loss, {name}": (plan, {"compile_with_loss": {"backend": "aot_eager"}, **each}, True)
+        for name, plan, each in (
+            ("accumulation 2", [even(2, 2)] * 2, {}),
+            ("3, uneven", UNEVEN[:2], {}),
+            ("recomputed", [even(2, 2)] * 2, {"build": checkpointed}),
+            ("static", [even(2, 2)] * 2, SETTINGS["static"]),
+            ("static, recomputed", [even(2, 2)] * 2, {**SETTINGS["static"], "build": checkpointed}),
+            ("unused", [even(2, 1)] * 2, SETTINGS["unused"]),
+            ("fused loss", [even(2, 2)] * 2, {"loss": LinearCrossEntropy(chunk_size=7)}),
+        )
+    },
     "compiled, recomputed": ([even(2, 2)] * 2, {"build": compiled_and_checkpointed}, True),
 }
 
@@ -95,6 +113,36 @@ def results(ranks: int) -> dict[str, list[dict[str, Any]]]:
 def test_gradients_norms_and_weights_are_those_of_the_whole_batch(name: str) -> None:
     plan, *_ = CASES[name]
     agree(results(len(plan[0]))[name], reference(len(plan)))
+
+
+def split_at_buckets(accumulation: int) -> tuple[dict[str, Any], dict[str, Any], list[int]]:
+    """Steps of a model of several buckets under bf16_compress, compiled with its loss and not; graphs of each split."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    split, numbers = DDPOptimizer.compile_fn, []
+
+    def counted(self: Any, graph: Any, inputs: Any) -> Any:
+        made = split(self, graph, inputs)
+        numbers.append(len(self.buckets))
+        return made
+
+    build = partial(tiny.decoder, hidden_size=256, intermediate_size=512)
+    settings: dict[str, Any] = {"build": build, "bucket_cap_mb": 1, "comm_hook": "bf16_compress"}
+    DDPOptimizer.compile_fn = counted
+    try:
+        compiled = trained([even(2, accumulation)], {**settings, "compile_with_loss": {"backend": "aot_eager"}})
+    finally:
+        DDPOptimizer.compile_fn = split
+    return compiled, trained([even(2, accumulation)], settings), numbers
+
+
+def test_the_graph_of_model_and_loss_is_split_at_the_buckets_and_sends_what_a_hook_makes_of_them() -> None:
+    for compiled, plain, numbers in run_ranks(2, split_at_buckets, 2):
+        assert numbers
+        assert min(numbers) > 2
+        for ours, theirs in zip(compiled["grads"], plain["grads"], strict=True):
+            close(ours, theirs, 1e-6)
+        assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-6)
 
 
 def without_exchange() -> tuple[list[dict[str, Tensor]], list[str]]:

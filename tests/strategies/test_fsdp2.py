@@ -56,6 +56,8 @@ class Case:
 
     def strategy(self) -> FullyShard:
         loss = self.loss() if self.loss is CrossEntropy else LinearCrossEntropy(chunk_size=20)
+        if self.change is compiled:  # with the head, whose weight is gathered then
+            loss.compile_options = {"backend": "aot_eager", "fullgraph": True}
         strategy = FullyShard(CPU, loss, FSDP2Settings(**self.settings), BF16Settings() if self.bf16 else None)
         init = partial(init_parameters, seed=0)
         strategy.materialize(ModelSpec(lambda: on_meta(self.change, **self.model), init=init))
@@ -115,6 +117,7 @@ CASES = {
     "gathered until the backward": Case(even(2, 2), {"reshard_after_forward": False}),
     "recomputed": Case(even(2, 1), change=apply_activation_checkpointing),
     "compiled": Case(even(2, 1), change=compiled),
+    "compiled, tied, accumulation 2": Case(even(2, 2), model=TIED, change=compiled),
     "whole layers at once": Case(even(2, 1), {"block_classes": ["MLP", "Attention"]}),
     "3, uneven": Case(UNEVEN),
     "2x2, uneven, linear": Case(UNEVEN_COPIES, {"replicate": 2}, loss=LinearCrossEntropy),

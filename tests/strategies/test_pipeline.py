@@ -108,7 +108,9 @@ class Case:
         if self.loss == "user":
             return build_loss(loss_fn=mean_squared_surprise)
         fused = LinearCrossEntropySettings(chunk_size=10, z_loss=1e-3)
-        return build_loss(fused if self.loss == "fused" else CrossEntropySettings(z_loss=1e-3))
+        loss = build_loss(fused if self.loss == "fused" else CrossEntropySettings(z_loss=1e-3))
+        loss.compile_options = {"backend": "eager", "fullgraph": True} if self.compiled else None
+        return loss
 
     def slice_of(self, data_rank: int) -> list[Batch]:
         if self.uneven:
