@@ -266,6 +266,7 @@ class TokenRows(Adapted):
     """What has the rows, itself or the embedding that it is tied to; in a tuple: no submodule."""
     is_new: bool
     """They are of tokens that the base does not know."""
+    _held_ids: Tensor | None = None
 
     @property
     def _rows(self) -> Tensor:
@@ -273,7 +274,9 @@ class TokenRows(Adapted):
         return rows
 
     def _ids(self, device: torch.device) -> Tensor:
-        return torch.tensor(self.token_ids, device=device)
+        if self._held_ids is None or self._held_ids.device != device:  # else the host would wait in every forward
+            self._held_ids = torch.tensor(self.token_ids, device=device)
+        return self._held_ids
 
     @torch.no_grad()
     def merged(self, name: str = "weight") -> Tensor:

@@ -125,7 +125,7 @@ class RotaryEmbedding(nn.Module):
         assert dim is not None
         if seq_len is not None and seq_len <= limit:
             return self.inv_freq
-        longest = positions.max() + 1 if seq_len is None else torch.tensor(seq_len, device=positions.device)
+        longest = positions.max() + 1 if seq_len is None else torch.full((), seq_len, device=positions.device)
         growth = self._factor * longest.clamp(min=limit) / limit - (self._factor - 1)
         return _base_frequencies(self._settings.rope_theta * growth ** (dim / (dim - 2)), dim, positions.device)
 

@@ -96,8 +96,12 @@ def shared_halves(
             if type(layer).forward is not nn.Linear.forward or (applies_head and name.endswith("lm_head")):
                 continue
             assert isinstance(layer, nn.Linear)
-            half = to_autocast(layer.weight.detach())
-            if half.dtype == layer.weight.dtype or half.numel() < _WORTH_SHARING:
+            weight = layer.weight.detach()
+            if (
+                weight.dtype != torch.float32
+                or weight.numel() < _WORTH_SHARING
+                or (half := to_autocast(weight)) is weight
+            ):
                 continue
             if "forward" not in vars(layer):  # it stays, since compiled code looks at what it is
                 vars(layer)["forward"] = functools.partial(_with_half, layer)
@@ -120,8 +124,8 @@ def _with_half(layer: nn.Linear, x: Tensor) -> Tensor:
 
 
 class _Half(torch.autograd.Function):
-    """A weight's copy in half precision. A node for each use: one cast for all would get its turn after the whole
-    backward, for autograd takes the newest nodes first, and hold every gradient back till then.
+    """A weight's copy in half precision. A node for each use: one cast for all of them would get its turn after the
+    whole backward, for autograd takes the newest nodes first, and hold every gradient back till then.
     """
 
     @staticmethod

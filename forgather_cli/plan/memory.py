@@ -134,7 +134,8 @@ def unpacked_bytes(config: Config, rows: Sequence[PlannedParameter]) -> int:
 
 
 def half_copies(config: Config, rows: Sequence[PlannedParameter]) -> int:
-    """What autocast keeps of each fp32 matrix it multiplies with, from a micro-batch's forward to its backward.
+    """What is kept of each fp32 matrix in half precision, from a micro-batch's forward to its backward, of large ones
+    for all micro-batches of a step (``models.transform.shared_halves``).
 
     An embedding is looked up only, unless the head shares it.
     """

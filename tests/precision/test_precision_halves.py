@@ -46,9 +46,9 @@ class Casts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket is torch.ops.aten._to_copy and out.dtype == BF16:
-            if (name := self._names.get(args[0].data_ptr())) is not None:
-                self.counts[name] += 1
+        rounds = func.overloadpacket is torch.ops.aten._to_copy and out.dtype == BF16
+        if rounds and (name := self._names.get(args[0].data_ptr())) is not None:
+            self.counts[name] += 1
         return out
 
 
@@ -57,7 +57,7 @@ def matrices(part: nn.Module) -> dict[str, Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def plain(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
@@ -66,17 +66,20 @@ def plain(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     for batch in batches():
         with torch.autocast("cpu", BF16):
             out = model(batch["input_ids"])
-            flat = getattr(out, "logits", out)[:, :-1].flatten(0, 1).float()
-            loss = F.cross_entropy(flat, batch["labels"][:, 1:].flatten(), reduction="sum") / TARGETS
+            flat, labels = (
+                getattr(out, "logits", out).flatten(0, 1).float(),
+                F.pad(batch["labels"][:, 1:], (0, 1), value=-100),
+            )
+            loss = F.cross_entropy(flat, labels.flatten(), reduction="sum") / TARGETS
         loss.backward()
         total += loss.detach()
     return total, gradients(model)
 
 
-def stepped(model: nn.Module, kind: Any = SingleDevice, option: Any = None, loss: Loss | None = None, **changes: Any):
+def stepped(made: Any, kind: Any = SingleDevice, option: Any = None, loss: Loss | None = None, **changes: Any):
     """(share of the loss, gradients, how often each matrix was rounded, the strategy) of one step."""
     strategy = kind.from_settings(option or SingleSettings(), CPU, loss or CrossEntropy(), BF16Settings())
-    strategy.materialize(ModelSpec(lambda: model, **changes))
+    strategy.materialize(ModelSpec(made, **changes))
     with Casts({name: w for part in strategy.parts for name, w in matrices(part).items()}) as casts:
         share = strategy.forward_backward(batches(), TARGETS)
     return share, {n: g for part in strategy.parts for n, g in gradients(part).items()}, casts.counts, strategy
@@ -100,13 +103,27 @@ def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gradients_are_those_of_autocast_and_weights_are_rounded_once(kind: str, checkpointing: bool) -> None:
     made: Any = MODELS[kind]
     changes = {"checkpoint": checkpointed} if checkpointing and kind != "transformers" else {}
-    model = made()
-    share, found, rounded, _ = stepped(model, **changes)
+    share, found, rounded, strategy = stepped(made, **changes)
     total, expected = plain(made())
     assert torch.equal(share, total)
     assert_same(found, expected)
     assert set(rounded.values()) == {1}
-    assert not any(tensor.dtype == BF16 for module in model.modules() for tensor in kept(module)), "dropped"
+    assert not any(tensor.dtype == BF16 for module in strategy.parts[0].modules() for tensor in kept(module)), "dropped"
+
+
+@pytest.mark.usefixtures("small_ones_too")
+def test_no_gradient_is_held_back_to_the_end_of_the_backward() -> None:
+    strategy = stepped(tiny.decoder)[3]
+    model: Any = strategy.parts[0]
+    order: list[str] = []
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: order.append(name))
+    model.model.layers["0"].register_forward_pre_hook(
+        lambda _, args: args[0].register_hook(lambda _: order.append("first layer is done")) and None
+    )
+    strategy.forward_backward(batches(), TARGETS)
+    last = order[2 * len(order) // 3 :]
+    assert last[-2:] == ["first layer is done", "model.embed_tokens.weight"], last
 
 
 def checkpointed(part: nn.Module) -> nn.Module:
@@ -119,25 +136,31 @@ def kept(module: nn.Module) -> list[Tensor]:
 
 
 def test_small_matrices_and_a_head_that_the_loss_multiplies_with_are_left_alone(monkeypatch: Any) -> None:
-    assert set(stepped(tiny.decoder())[2].values()) == {3}
+    assert set(stepped(tiny.decoder)[2].values()) == {3}
     monkeypatch.setattr(transform, "_WORTH_SHARING", 1)
-    _, _, rounded, _ = stepped(tiny.decoder(), loss=LinearCrossEntropy())
+    _, _, rounded, _ = stepped(tiny.decoder, loss=LinearCrossEntropy())
     assert {name: n for name, n in rounded.items() if n != 1} == {"lm_head": 3}
 
 
 @pytest.mark.usefixtures("small_ones_too")
-@pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_compiled_blocks_share_them_too(checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("backend", "checkpointing"),
+    [
+        ("aot_eager", False),
+        *(pytest.param(*each, marks=pytest.mark.full) for each in [("aot_eager", True), ("inductor", False)]),
+    ],
+)
+def test_compiled_blocks_share_them_too(backend: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
     def compiled(part: nn.Module) -> nn.Module:
-        compile_blocks(part, RunSettings(torch_compile=True, torch_compile_backend="aot_eager", device="cpu"))
+        compile_blocks(part, RunSettings(torch_compile=True, torch_compile_backend=backend, device="cpu"))
         return part
 
     changes: dict[str, Any] = {"checkpoint": checkpointed if checkpointing else None, "compile": compiled}
     torch.compiler.reset()
     counters.clear()
-    share, found, rounded, strategy = stepped(tiny.decoder(), **changes)
+    share, found, rounded, strategy = stepped(tiny.decoder, **changes)
     assert set(rounded.values()) == {1}
     graphs = counters["stats"]["unique_graphs"]
     for _ in range(2):
@@ -145,7 +168,7 @@ def test_compiled_blocks_share_them_too(checkpointing: bool, monkeypatch: pytest
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
     monkeypatch.setattr(transform, "_WORTH_SHARING", 1 << 30)
-    share_apart, apart, *_ = stepped(tiny.decoder(), **changes)
+    share_apart, apart, *_ = stepped(tiny.decoder, **changes)
     assert torch.equal(share, share_apart)
     assert_same(found, apart)
     torch.compiler.reset()
@@ -155,9 +178,9 @@ def on_ranks(kind: Any, option: Any) -> tuple[dict[str, int], list[str]]:
     """How often each matrix was rounded; what differs from a step in which nothing is shared."""
     model = partial(tiny.decoder, num_hidden_layers=4)
     worth, transform._WORTH_SHARING = transform._WORTH_SHARING, 1
-    share, found, rounded, _ = stepped(model(), kind, option)
+    share, found, rounded, _ = stepped(model, kind, option)
     transform._WORTH_SHARING = 1 << 30
-    share_apart, apart, *_ = stepped(model(), kind, option)
+    share_apart, apart, *_ = stepped(model, kind, option)
     transform._WORTH_SHARING = worth
     differing = [name for name, gradient in apart.items() if not torch.equal(found[name], gradient)]
     return rounded, differing + ["loss"] * (not torch.equal(share, share_apart))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,13 @@ from parity import LAYOUTS, Result, composed_of, corpus, scratch, train
 from torch import Tensor, nn
 
 from forgather_cli.config.load import load_config
-from forgather_cli.config.schema import Config
+from forgather_cli.config.schema import Config, LoRASettings
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.loss import CrossEntropy
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.layers import RMSNorm
 from forgather_cli.models.rope import RotaryEmbedding
+from forgather_cli.plan.activations import activations_of
 from forgather_cli.precision import autocast_for
 from forgather_cli.strategies.single import SingleDevice
 from forgather_cli.trainer.build import model_spec
@@ -118,8 +120,14 @@ def test_the_stream_is_in_bf16_from_the_embedding_to_the_head() -> None:
     assert stream_of(tiny.decoder(), tiny.token_batch()) == {torch.float32}
     assert stream_of(tiny.decoder(), tiny.token_batch(), "precision.stream=fp32") == {torch.float32}
     assert stream_of(paired.model(), tiny.token_batch(), "precision.stream=bf16") == {BF16}
-    adapted = "adapter=lora", "adapter.r=4", "model=pretrained", "model.path=unused"
-    assert stream_of(tiny.decoder(), tiny.token_batch(), "precision.stream=bf16", *adapted) == {BF16}
+
+
+def test_adapters_whose_embedding_gives_out_fp32_leave_it_in_bf16() -> None:
+    config = replace(composed_of(("precision=bf16", "precision.stream=bf16")), adapter=LoRASettings(r=4))
+    model = tiny.decoder()
+    model_spec(lambda: model, config, strategy_of(tiny.decoder()), init=lambda part: None).whole()
+    with torch.autocast("cpu", BF16):
+        assert model.model.embed_tokens(tiny.token_batch()["input_ids"]).dtype == BF16
 
 
 def test_other_models_and_sharded_weights_refuse_it(tmp_path: Path) -> None:
@@ -127,10 +135,24 @@ def test_other_models_and_sharded_weights_refuse_it(tmp_path: Path) -> None:
         strategy_of(tiny.llama(), "precision.stream=bf16")
     sharded = "precision=bf16", "precision.stream=fp32"
     for layout in (("trainer=fsdp2",), ("trainer=pipeline", "trainer.shard=2", "nproc_per_node=4")):
-        with pytest.raises(ConfigError, match=r"precision.stream: where weights are sharded .* got fp32; set precision"):
+        with pytest.raises(
+            ConfigError, match=r"precision.stream: where weights are sharded .* got fp32; set precision"
+        ):
             load_config(None, [*sharded, *layout])
     kept: Config = load_config(None, ["precision=bf16", "precision.stream=bf16", "trainer=fsdp2"]).config
     assert kept.precision.stream == "bf16"  # type: ignore[union-attr]
+
+
+def test_plan_counts_half_a_stream() -> None:
+    def planned(*words: str) -> tuple[Any, ...]:
+        found = activations_of(composed_of(("precision=bf16", *words)), tiny.decoder_settings())
+        assert found is not None
+        return *found.kept, found.kept_of_recomputed, found.ends
+
+    in_fp32, in_bf16 = planned(), planned("precision.stream=bf16")
+    saved = [4, 4, 2, 16]  # bytes of each of 32 numbers of a token: in two layers, in one made again, around them
+    assert [(a - b) / 32 for a, b in zip(in_fp32, in_bf16, strict=True)] == saved
+    assert in_bf16 == planned("trainer=fsdp2")
 
 
 BASE = (
@@ -157,7 +179,8 @@ def test_strategies_agree_within_what_bf16_rounds(layout: str) -> None:
 
 def test_it_trains_as_well_as_fp32_to_within_the_seeds_noise() -> None:
     def last(seed: int, stream: str) -> float:
-        return run("single", "max_steps=60", "eval_steps=60", f"seed={seed}", f"precision.stream={stream}").eval_losses[-1]
+        found = run("single", "max_steps=60", "eval_steps=60", f"seed={seed}", f"precision.stream={stream}")
+        return found.eval_losses[-1]
 
     in_fp32, in_bf16 = ([last(seed, stream) for seed in (1, 2, 3)] for stream in ("fp32", "bf16"))
     noise = max(in_fp32) - min(in_fp32)

@@ -30,8 +30,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forgather_cli.adapters.layers import attach_rows
 from forgather_cli.callbacks.base import TrainerCallback
-from forgather_cli.config.schema import RunSettings
+from forgather_cli.config.schema import RopeScaling, RunSettings
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import DivergenceError
 from forgather_cli.run_dir import RunDir
@@ -77,6 +78,19 @@ class _Methods(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _READS:
             self.reads[_place()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Handed(TorchFunctionMode):
+    """Counts tensors that Python makes on the device from numbers: the host waits for the copy (CUDA, torch 2.13)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[str] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in ("tensor", "as_tensor") and (kwargs or {}).get("device") is not None:
+            self.places[_place()] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -154,6 +168,19 @@ def test_one_device_waits_for_nothing_in_a_step(tmp_path: Path) -> None:
     assert sent == {}
     assert waits == LATE | COUNTED
     assert reads == LATE | COUNTED
+
+
+def test_a_forward_hands_the_device_no_numbers() -> None:
+    """Of the parts that have some: rows of tokens, and angles that change with the length."""
+    model = tiny.decoder(rope_scaling=RopeScaling(rope_type="dynamic", factor=2.0), max_position_embeddings=8)
+    embedding, head = model.model.embed_tokens, model.head
+    attach_rows(embedding, (3, 5), torch.float32, tied_to=None, is_new=False)
+    attach_rows(head, (3, 5), torch.float32, tied_to=embedding, is_new=False)
+    batch = tiny.token_batch()
+    model(batch["input_ids"])
+    with Handed() as handed:
+        model(batch["input_ids"]).sum().backward()
+    assert handed.places == {}
 
 
 def test_gradients_that_are_small_enough_are_left_alone() -> None:
