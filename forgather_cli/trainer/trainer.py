@@ -24,8 +24,9 @@ from forgather_cli.data.loaders.collate import Step
 from forgather_cli.data.text.auto_tokenizer import warn_of_other_ids
 from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
 from forgather_cli.errors import PartError
+from forgather_cli.hardware import kernels_in_order, shadowed_cudnn
 from forgather_cli.launch.exit_status import ExitStatus
-from forgather_cli.models.attention import kernels_in_order, kernels_of, shadowed_cudnn
+from forgather_cli.models.attention import kernels_of
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.precision import compute_dtype
 from forgather_cli.run_dir import RunDir

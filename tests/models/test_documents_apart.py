@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from forgather_cli import hardware
 from forgather_cli.data.loaders.prefetch import with_starts
 from forgather_cli.models import attention
 from forgather_cli.models.decoder import causal_mask
@@ -284,7 +285,7 @@ def test_kernels_are_told() -> None:
     assert attention.kernels_of(decoder(), cpu, torch.float32, 64) == kernel
     assert attention.kernels_of(torch.nn.Linear(1, 1), cpu, torch.float32, 64) == "not known"
     with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
-        assert attention.kernel_of(cpu, torch.float32, (4, 2), 8, 64) == "math"
+        assert hardware.kernel_of(cpu, torch.float32, (4, 2), 8, 64) == "math"
 
 
 @pytest.mark.parametrize(("dtype", "way"), [(torch.float32, "varlen_attn"), (torch.float64, "flex attention")])
@@ -297,24 +298,24 @@ def test_what_keeps_documents_apart_is_told(kernels: Any, dtype: torch.dtype, wa
 def test_on_hopper_cudnn_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch._C._get_sdp_priority_order()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with attention.kernels_in_order(torch.device("cuda")):
+    with hardware.kernels_in_order(torch.device("cuda")):
         order = [SDPBackend(n).name.removesuffix("_ATTENTION") for n in torch._C._get_sdp_priority_order()]
         assert order[:4] == ["CUDNN", "FLASH", "EFFICIENT", "MATH"]
         assert torch.backends.cuda.mem_efficient_sdp_enabled()
     assert torch._C._get_sdp_priority_order() == before
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with attention.kernels_in_order(torch.device("cuda")):
+    with hardware.kernels_in_order(torch.device("cuda")):
         assert torch._C._get_sdp_priority_order() == before
 
 
 def test_another_cudnn_than_torchs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention.shadowed_cudnn() is None
+    assert hardware.shadowed_cudnn() is None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(metadata, "version", {"nvidia-cudnn-cu13": "9.15.1.9"}.__getitem__)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
-    assert attention.shadowed_cudnn() is None
+    assert hardware.shadowed_cudnn() is None
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    found = attention.shadowed_cudnn()
+    found = hardware.shadowed_cudnn()
     assert found is not None
     assert "9.10.2" in found[0]
     assert "9.15.1.9" in found[0]
