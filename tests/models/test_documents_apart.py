@@ -6,6 +6,7 @@ raises on a CPU).
 
 from __future__ import annotations
 
+import copy
 import importlib
 from importlib import metadata
 from pathlib import Path
@@ -27,6 +28,7 @@ from forgather_cli import hardware
 from forgather_cli.data.loaders.prefetch import with_starts
 from forgather_cli.models import attention
 from forgather_cli.models.decoder import causal_mask
+from forgather_cli.strategies.pipeline import chunks, padded, stage_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 T = 300
@@ -319,3 +321,38 @@ def test_another_cudnn_than_torchs_is_told(monkeypatch: pytest.MonkeyPatch) -> N
     assert found is not None
     assert "9.10.2" in found[0]
     assert "9.15.1.9" in found[0]
+
+
+@torch.no_grad()
+def test_stages_of_a_pipeline_get_the_starts_of_their_rows(kernels: Any) -> None:
+    """Of ``with_starts``'s batch cut by rows, and of hidden states in place of tokens."""
+    whole, tokens = decoder(num_key_value_heads=2), ids(4, T)
+    stages = [copy.deepcopy(whole), copy.deepcopy(whole)]
+    stages[0].cut(0, 0, is_first=True, is_last=False)
+    stages[1].cut(1, 1, is_first=False, is_last=True)
+    batch = {"input_ids": tokens, "labels": tokens.clone(), **with_starts({"document_ids": documents()})}
+    parts = chunks(padded(stage_inputs(batch), 3), 3)  # a row twice
+    found = []
+    for part in parts:
+        inputs = {key: value for key, value in part.items() if key not in ("input_ids", "labels")}
+        found.append(stages[1](stages[0](part["input_ids"], **inputs), **inputs))
+    assert len(kernels.calls) == 2 * len(parts)
+    torch.testing.assert_close(torch.cat(found)[:4], whole(tokens, document_ids=documents()), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_kernel_is_that_of_the_dtype_that_layers_multiply_in(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forgather_cli.models.decoder.HALF", (torch.bfloat16,))
+    model, batch = decoder(), with_starts({"document_ids": documents()})
+
+    def takes_varlen(x: Tensor) -> bool:
+        return isinstance(model.context(x, **batch).mask, attention.DocumentLine)
+
+    assert not takes_varlen(ids(4, T))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert takes_varlen(ids(4, T))
+    model.model.embeds = False  # as a later stage, with a weight that the head shares
+    assert takes_varlen(torch.zeros(4, T, 32, dtype=torch.bfloat16))
+    assert not takes_varlen(torch.zeros(4, T, 32))
+    model.bfloat16()
+    assert takes_varlen(ids(4, T))
