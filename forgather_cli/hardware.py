@@ -1,5 +1,6 @@
-"""What this machine multiplies fast in, with it what ``precision=auto`` stands for, and the kernels of attention. torch is
-imported inside."""
+"""What this machine multiplies fast in, and with it what ``precision=auto`` stands for; and the kernels of attention.
+torch is imported inside.
+"""
 
 from __future__ import annotations
 

@@ -135,13 +135,13 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function)
 
 
-def kernels_of(model: Any, device: torch.device, dtype: torch.dtype, length: int) -> str:
-    """What attention of ``model`` runs in, for people."""
+def kernels_of(model: Any, device: torch.device, dtype: torch.dtype, length: int) -> str | None:
+    """What attention of ``model`` runs in, for people; None for a model that does not tell its heads."""
     shape: Any = getattr(model, "settings", None) or getattr(model, "config", None)
     shape = shape.get_text_config() if hasattr(shape, "get_text_config") else getattr(shape, "stack", shape)
     heads = getattr(shape, "num_attention_heads", None)
     if not isinstance(heads, int) or device.type not in ("cpu", "cuda"):
-        return "not known"
+        return None
     both = heads, getattr(shape, "num_key_value_heads", None) or heads
     kernel = kernel_of(device, dtype, both, getattr(shape, "head_dim", None) or shape.hidden_size // heads, length)
     ways, dropout = getattr(model, "document_kernels", ()), dropout_of(shape)

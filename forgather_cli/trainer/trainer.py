@@ -200,8 +200,9 @@ class Loop:
 
         if run.world.rank == 0:
             warn_of_other_ids(self.model, config.data)
-            length = run.data_description.get("seq_len") or 1024
-            log.info("attention: %s", kernels_of(self.model, strategy.device, compute_dtype(config.precision), length))
+            length, dtype = run.data_description.get("seq_len") or 1024, compute_dtype(config.precision)
+            if (kernels := kernels_of(self.model, strategy.device, dtype, length)) is not None:
+                log.info("attention: %s", kernels)
             if (found := shadowed_cudnn()) is not None:
                 log.warning("%s; %s", *found)
         model: Any = getattr(self.model, "config", None)  # of a class of transformers

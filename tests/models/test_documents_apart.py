@@ -276,6 +276,7 @@ def test_dropout_of_scores_keeps_the_mask(kernels: Any) -> None:
     model(ids(4, T), **with_starts({"document_ids": documents()}))
     assert not kernels.calls
     said = attention.kernels_of(model, torch.device("cpu"), torch.float32, 64)
+    assert said is not None
     assert "attention_dropout=0.1" in said
 
 
@@ -285,7 +286,7 @@ def test_kernels_are_told() -> None:
     chosen = torch._fused_sdp_choice(q, q, q, is_causal=True)
     kernel = SDPBackend(chosen).name.lower().removesuffix("_attention")
     assert attention.kernels_of(decoder(), cpu, torch.float32, 64) == kernel
-    assert attention.kernels_of(torch.nn.Linear(1, 1), cpu, torch.float32, 64) == "not known"
+    assert attention.kernels_of(torch.nn.Linear(1, 1), cpu, torch.float32, 64) is None
     with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
         assert hardware.kernel_of(cpu, torch.float32, (4, 2), 8, 64) == "math"
 
@@ -294,7 +295,6 @@ def test_kernels_are_told() -> None:
 def test_what_keeps_documents_apart_is_told(kernels: Any, dtype: torch.dtype, way: str) -> None:
     cpu = torch.device("cpu")
     assert attention.kernels_of(decoder(), cpu, dtype, 64).endswith(f"documents of a row are kept apart by {way}")
-    assert "flex attention" in attention.kernels_of(encoder_decoder(), cpu, dtype, 64)
 
 
 def test_on_hopper_cudnn_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
