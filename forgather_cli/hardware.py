@@ -1,10 +1,14 @@
-"""What this machine multiplies fast in, and with it what ``precision=auto`` stands for. torch is imported inside."""
+"""What this machine multiplies fast in, and with it what ``precision=auto`` stands for; and the kernels of attention.
+torch is imported inside.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import re
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,3 +106,42 @@ def without_auto(option: PrecisionOption, device: str) -> tuple[PrecisionOption,
         return option, ""
     fast, why = bf16_on(device)
     return BF16Settings() if fast else FP32Settings(), why
+
+
+def kernels_in_order(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """On Hopper cuDNN's attention before FlashAttention 2, which is about half as fast there; the one that takes masks
+    and fp32 stays before the products one by one."""
+    import torch
+
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend as Kernel
+    from torch.nn.attention import sdpa_kernel
+
+    order = [Kernel.CUDNN_ATTENTION, Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
+    return sdpa_kernel(order, set_priority=True)
+
+
+def kernel_of(device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, length: int) -> str:
+    """The kernel of plain causal attention, by torch's name: cudnn, flash, efficient, math. ``heads``: also of keys."""
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    q, k = (torch.empty(1, n, length, head_dim, device=device, dtype=dtype, requires_grad=True) for n in heads)
+    with kernels_in_order(device):
+        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=heads[0] != heads[1])
+    return SDPBackend(choice).name.lower().removesuffix("_attention")
+
+
+def shadowed_cudnn() -> tuple[str, str] | None:
+    """Where another cuDNN runs than the package that came with torch, and what to do."""
+    import torch
+
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        shipped = metadata.version(f"nvidia-cudnn-cu{(torch.version.cuda or '').partition('.')[0]}")
+        found: Any = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        name = f"{found // 10000}.{found // 100 % 100}.{found % 100}"
+        if not f"{shipped}.".startswith(f"{name}."):
+            remedy = "take the folder of the system's CUDA out of LD_LIBRARY_PATH"
+            return f"cuDNN {name} runs where torch brought {shipped}, which may halve attention's speed", remedy
+    return None

@@ -60,7 +60,8 @@ ALLOWED = {
     "trainer": {
         "adapters", "strategies.base", "strategies.build", "callbacks.base", "distributed", "checkpoint",
         "data.loaders", "data.text.auto_tokenizer",
-        "data.chat.ends", "loss", "optim", "models.parts", "models.transform", "models.pretrained", "config.batch",
+        "data.chat.ends", "loss", "optim", "models.attention", "models.parts", "models.transform", "models.pretrained",
+        "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
         "precision", "quantized.convert", "targets",
         "callbacks.build", "callbacks.norms", "callbacks.textgen", "launch.exit_status", "launch.run_lock",

@@ -138,7 +138,7 @@ def _packages(findings: list[Finding]) -> Facts:
 
 def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) -> Facts:
     """The processor, and what torch can compute on, first what ``device=auto`` takes, with what it can run."""
-    from forgather_cli.hardware import bf16_on, has_float8, processor
+    from forgather_cli.hardware import bf16_on, has_float8, kernel_of, processor, shadowed_cudnn
     from forgather_cli.launch.layout import gpus
     from forgather_cli.launch.processes import available_cores
 
@@ -146,8 +146,6 @@ def _devices(findings: list[Finding], extras: dict[str, dict[str, str | None]]) 
     cpu = {"name": name, "cores": available_cores(), "instructions": list(instructions)}
     try:
         import torch
-
-        from forgather_cli.models.attention import kernel_of, shadowed_cudnn
     except (ImportError, OSError) as error:  # OSError: a library of it that the system does not have
         what = f"torch cannot be imported ({str(error).splitlines()[0]})"
         findings.append(Finding("error", what, "install it again, its CPU build where there is no GPU"))

@@ -1,4 +1,4 @@
-"""Documents of packed rows kept apart without scores of T x T, and which of torch's kernels attention runs in.
+"""Documents of packed rows kept apart without scores of T x T, and which kernel attention runs in.
 
 On a GPU ``varlen_attn`` takes the rows as one line of documents where it can (bf16, fp16), else flex attention leaves
 out blocks of scores; what either needs is made once per batch. Elsewhere, and with dropout of the scores, which neither
@@ -9,17 +9,16 @@ Legend: B sequences, T queries, S keys, H heads, K key-value heads, D head size,
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import sys
-from contextlib import AbstractContextManager, nullcontext
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from forgather_cli.hardware import kernel_of
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -31,7 +30,7 @@ HALF = (torch.bfloat16, torch.float16)
 _BLOCK = 128  # flex attention's own
 
 
-class Documents(NamedTuple):
+class DocumentLine(NamedTuple):
     """Those of a batch for ``varlen_attn``, which takes all rows as one line."""
 
     borders: Tensor
@@ -39,7 +38,7 @@ class Documents(NamedTuple):
     window: tuple[int, int]
 
 
-Mask: TypeAlias = "Tensor | Documents | BlockMask | None"
+Mask: TypeAlias = "Tensor | DocumentLine | BlockMask | None"
 """Of scores, (1 or B, 1, T, S) with True = attend, or what a kernel keeps documents apart by."""
 
 
@@ -52,13 +51,13 @@ def has_varlen(device: torch.device) -> bool:
     return device.type in DEVICES and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 0))
 
 
-def documents_of(starts: Tensor, length: int, window: int | None) -> Documents:
+def documents_of(starts: Tensor, length: int, window: int | None) -> DocumentLine:
     """``starts`` (B, n) int32: where documents begin in each row of ``length`` tokens, as the loader says."""
     rows = torch.arange(len(starts), device=starts.device, dtype=torch.int32)[:, None]
     borders = F.pad((starts + length * rows).flatten(), (0, 1), value=len(starts) * length)
     if not torch.compiler.is_compiling() and "torch._dynamo" in sys.modules:  # and is not imported to be told
         torch._dynamo.maybe_mark_dynamic(borders, 0)  # else compiled blocks are compiled again for another size
-    return Documents(borders, (-1 if window is None or window >= length else window - 1, 0))
+    return DocumentLine(borders, (-1 if window is None or window >= length else window - 1, 0))
 
 
 def without_padding(document_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -108,10 +107,10 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
     return blocks.sum(-1, dtype=torch.int32)[:, None], listed.to(torch.int32)[:, None]
 
 
-def attend_apart(q: Tensor, k: Tensor, v: Tensor, how: Documents | BlockMask) -> Tensor:
+def attend_apart(q: Tensor, k: Tensor, v: Tensor, how: DocumentLine | BlockMask) -> Tensor:
     """(B, H, T, D) of queries (B, H, T, D), keys and values (B, K, S, D); 0 where a query sees no key."""
     groups = q.shape[1] // k.shape[1]
-    if not isinstance(how, Documents):
+    if not isinstance(how, DocumentLine):
         from torch.nn.attention.flex_attention import flex_attention
 
         flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
@@ -136,38 +135,13 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function)
 
 
-# ------------------------------------------------------------------------------------------------------ torch's kernels
-
-
-def kernels_in_order(device: torch.device) -> AbstractContextManager[Any]:
-    """On Hopper cuDNN's attention before FlashAttention 2, which is about half as fast there; the one that takes masks
-    and fp32 stays before the products one by one."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) != (9, 0):
-        return nullcontext()
-    from torch.nn.attention import SDPBackend as Kernel
-    from torch.nn.attention import sdpa_kernel
-
-    order = [Kernel.CUDNN_ATTENTION, Kernel.FLASH_ATTENTION, Kernel.EFFICIENT_ATTENTION, Kernel.MATH]
-    return sdpa_kernel(order, set_priority=True)
-
-
-def kernel_of(device: torch.device, dtype: torch.dtype, heads: tuple[int, int], head_dim: int, length: int) -> str:
-    """The kernel of plain causal attention, by torch's name: cudnn, flash, efficient, math. ``heads``: also of keys."""
-    from torch.nn.attention import SDPBackend
-
-    q, k = (torch.empty(1, n, length, head_dim, device=device, dtype=dtype, requires_grad=True) for n in heads)
-    with kernels_in_order(device):
-        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=heads[0] != heads[1])
-    return SDPBackend(choice).name.lower().removesuffix("_attention")
-
-
-def kernels_of(model: Any, device: torch.device, dtype: torch.dtype, length: int) -> str:
-    """What attention of ``model`` runs in, for people."""
+def kernels_of(model: Any, device: torch.device, dtype: torch.dtype, length: int) -> str | None:
+    """What attention of ``model`` runs in, for people; None for a model that does not tell its heads."""
     shape: Any = getattr(model, "settings", None) or getattr(model, "config", None)
     shape = shape.get_text_config() if hasattr(shape, "get_text_config") else getattr(shape, "stack", shape)
     heads = getattr(shape, "num_attention_heads", None)
     if not isinstance(heads, int) or device.type not in ("cpu", "cuda"):
-        return "not known"
+        return None
     both = heads, getattr(shape, "num_key_value_heads", None) or heads
     kernel = kernel_of(device, dtype, both, getattr(shape, "head_dim", None) or shape.hidden_size // heads, length)
     ways, dropout = getattr(model, "document_kernels", ()), dropout_of(shape)
@@ -181,15 +155,3 @@ def kernels_of(model: Any, device: torch.device, dtype: torch.dtype, length: int
 def dropout_of(shape: Any) -> float:
     """Of scores, by a model's settings or config."""
     return max(getattr(shape, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
-
-
-def shadowed_cudnn() -> tuple[str, str] | None:
-    """Where another cuDNN runs than the package that came with torch, and what to do."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        shipped = metadata.version(f"nvidia-cudnn-cu{(torch.version.cuda or '').partition('.')[0]}")
-        found: Any = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        name = f"{found // 10000}.{found // 100 % 100}.{found % 100}"
-        if not f"{shipped}.".startswith(f"{name}."):
-            remedy = "take the folder of the system's CUDA out of LD_LIBRARY_PATH"
-            return f"cuDNN {name} runs where torch brought {shipped}, which may halve attention's speed", remedy
-    return None

@@ -26,7 +26,7 @@ _FEW = 4  # logs that tell no spread
 _CORES = "top shows what else runs there; the run's own ranks and data workers count too"
 _MACHINE = "top, vmstat 1 and on GPUs nvidia-smi, as it runs: others on the device, heat, swapping"
 _SLOW_RANK = re.compile(r"rank \d+ is slow, and the others wait for it.*")  # as ``launch.hang`` writes it
-_ATTENTION = re.compile(r"attention: (.*)")  # as the trainer does
+_ATTENTION = re.compile(r"INFO attention: (.*)")  # as the trainer does
 
 
 @dataclass(frozen=True)

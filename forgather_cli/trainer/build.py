@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import Config, FP8Settings, NoAdapter, QATSettings, RunSettings, Target
@@ -226,7 +227,7 @@ def train_loader(
         # a model or loss of the user's own may take others
         labels_are_ids=not any(isinstance(part, Target) for part in (config.model, config.loss)),
         token_bytes=token_bytes,
-        **_loader_settings(config, strategy),
+        **_loader_settings(config, strategy.device, strategy.parts[0]),
     )
 
 
@@ -257,18 +258,17 @@ def eval_loader(
         collate_fn=collate_fn,
         data_ranks=data_ranks,
         dispatch=config.dispatch_batches if config.dispatch_eval_batches is None else config.dispatch_eval_batches,
-        **_loader_settings(config, strategy),
+        **_loader_settings(config, strategy.device, strategy.parts[0]),
     )
 
 
-def _loader_settings(args: RunSettings, strategy: Strategy) -> dict[str, Any]:
+def _loader_settings(args: RunSettings, device: torch.device, model: nn.Module) -> dict[str, Any]:
     """The arguments of a loader that say how it reads, not what."""
-    device, takes = strategy.device, inspect.signature(strategy.parts[0].forward).parameters
     return {
         "num_workers": args.dataloader_num_workers,
         "prefetch_factor": args.dataloader_prefetch_factor,
         "pin_memory": args.dataloader_pin_memory if args.dataloader_pin_memory is not None else device.type == "cuda",
         "persistent_workers": args.dataloader_persistent_workers,
         "device": device,
-        "document_starts": STARTS in takes and has_varlen(device),
+        "document_starts": STARTS in inspect.signature(model.forward).parameters and has_varlen(device),
     }

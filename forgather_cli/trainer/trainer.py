@@ -24,8 +24,9 @@ from forgather_cli.data.loaders.collate import Step
 from forgather_cli.data.text.auto_tokenizer import warn_of_other_ids
 from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
 from forgather_cli.errors import PartError
+from forgather_cli.hardware import kernels_in_order, shadowed_cudnn
 from forgather_cli.launch.exit_status import ExitStatus
-from forgather_cli.models.attention import kernels_in_order, kernels_of, shadowed_cudnn
+from forgather_cli.models.attention import kernels_of
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.precision import compute_dtype
 from forgather_cli.run_dir import RunDir
@@ -200,8 +201,9 @@ class Loop:
 
         if run.world.rank == 0:
             warn_of_other_ids(self.model, config.data)
-            length = run.data_description.get("seq_len") or 1024
-            log.info("attention: %s", kernels_of(self.model, strategy.device, compute_dtype(config.precision), length))
+            length, dtype = run.data_description.get("seq_len") or 1024, compute_dtype(config.precision)
+            if (kernels := kernels_of(self.model, strategy.device, dtype, length)) is not None:
+                log.info("attention: %s", kernels)
             if (found := shadowed_cudnn()) is not None:
                 log.warning("%s; %s", *found)
         model: Any = getattr(self.model, "config", None)  # of a class of transformers

@@ -383,5 +383,6 @@ def test_batches_arrive_on_the_device_unchanged(pin: bool) -> None:
 def test_batches_are_pinned_on_cuda_unless_dataloader_pin_memory_says_otherwise() -> None:
     cases = [(None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cuda", True)]
     for setting, kind, pinned in cases:
-        settings = _loader_settings(RunSettings(dataloader_pin_memory=setting), torch.device(kind))
+        options, model = RunSettings(dataloader_pin_memory=setting), torch.nn.Linear(1, 1)
+        settings = _loader_settings(options, torch.device(kind), model)
         assert settings["pin_memory"] is pinned

@@ -6,6 +6,7 @@ raises on a CPU).
 
 from __future__ import annotations
 
+import copy
 import importlib
 from importlib import metadata
 from pathlib import Path
@@ -23,9 +24,11 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from forgather_cli import hardware
 from forgather_cli.data.loaders.prefetch import with_starts
 from forgather_cli.models import attention
 from forgather_cli.models.decoder import causal_mask
+from forgather_cli.strategies.pipeline import chunks, padded, stage_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 T = 300
@@ -273,6 +276,7 @@ def test_dropout_of_scores_keeps_the_mask(kernels: Any) -> None:
     model(ids(4, T), **with_starts({"document_ids": documents()}))
     assert not kernels.calls
     said = attention.kernels_of(model, torch.device("cpu"), torch.float32, 64)
+    assert said is not None
     assert "attention_dropout=0.1" in said
 
 
@@ -282,39 +286,73 @@ def test_kernels_are_told() -> None:
     chosen = torch._fused_sdp_choice(q, q, q, is_causal=True)
     kernel = SDPBackend(chosen).name.lower().removesuffix("_attention")
     assert attention.kernels_of(decoder(), cpu, torch.float32, 64) == kernel
-    assert attention.kernels_of(torch.nn.Linear(1, 1), cpu, torch.float32, 64) == "not known"
+    assert attention.kernels_of(torch.nn.Linear(1, 1), cpu, torch.float32, 64) is None
     with torch.nn.attention.sdpa_kernel(SDPBackend.MATH):
-        assert attention.kernel_of(cpu, torch.float32, (4, 2), 8, 64) == "math"
+        assert hardware.kernel_of(cpu, torch.float32, (4, 2), 8, 64) == "math"
 
 
 @pytest.mark.parametrize(("dtype", "way"), [(torch.float32, "varlen_attn"), (torch.float64, "flex attention")])
 def test_what_keeps_documents_apart_is_told(kernels: Any, dtype: torch.dtype, way: str) -> None:
     cpu = torch.device("cpu")
     assert attention.kernels_of(decoder(), cpu, dtype, 64).endswith(f"documents of a row are kept apart by {way}")
-    assert "flex attention" in attention.kernels_of(encoder_decoder(), cpu, dtype, 64)
 
 
 def test_on_hopper_cudnn_is_first(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch._C._get_sdp_priority_order()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    with attention.kernels_in_order(torch.device("cuda")):
+    with hardware.kernels_in_order(torch.device("cuda")):
         order = [SDPBackend(n).name.removesuffix("_ATTENTION") for n in torch._C._get_sdp_priority_order()]
         assert order[:4] == ["CUDNN", "FLASH", "EFFICIENT", "MATH"]
         assert torch.backends.cuda.mem_efficient_sdp_enabled()
     assert torch._C._get_sdp_priority_order() == before
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with attention.kernels_in_order(torch.device("cuda")):
+    with hardware.kernels_in_order(torch.device("cuda")):
         assert torch._C._get_sdp_priority_order() == before
 
 
 def test_another_cudnn_than_torchs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert attention.shadowed_cudnn() is None
+    assert hardware.shadowed_cudnn() is None
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(metadata, "version", {"nvidia-cudnn-cu13": "9.15.1.9"}.__getitem__)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91501)
-    assert attention.shadowed_cudnn() is None
+    assert hardware.shadowed_cudnn() is None
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
-    found = attention.shadowed_cudnn()
+    found = hardware.shadowed_cudnn()
     assert found is not None
     assert "9.10.2" in found[0]
     assert "9.15.1.9" in found[0]
+
+
+@torch.no_grad()
+def test_stages_of_a_pipeline_get_the_starts_of_their_rows(kernels: Any) -> None:
+    """Of ``with_starts``'s batch cut by rows, and of hidden states in place of tokens."""
+    whole, tokens = decoder(num_key_value_heads=2), ids(4, T)
+    stages = [copy.deepcopy(whole), copy.deepcopy(whole)]
+    stages[0].cut(0, 0, is_first=True, is_last=False)
+    stages[1].cut(1, 1, is_first=False, is_last=True)
+    batch = {"input_ids": tokens, "labels": tokens.clone(), **with_starts({"document_ids": documents()})}
+    parts = chunks(padded(stage_inputs(batch), 3), 3)  # a row twice
+    found = []
+    for part in parts:
+        inputs = {key: value for key, value in part.items() if key not in ("input_ids", "labels")}
+        found.append(stages[1](stages[0](part["input_ids"], **inputs), **inputs))
+    assert len(kernels.calls) == 2 * len(parts)
+    torch.testing.assert_close(torch.cat(found)[:4], whole(tokens, document_ids=documents()), rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_kernel_is_that_of_the_dtype_that_layers_multiply_in(kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forgather_cli.models.decoder.HALF", (torch.bfloat16,))
+    model, batch = decoder(), with_starts({"document_ids": documents()})
+
+    def takes_varlen(x: Tensor) -> bool:
+        return isinstance(model.context(x, **batch).mask, attention.DocumentLine)
+
+    assert not takes_varlen(ids(4, T))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert takes_varlen(ids(4, T))
+    model.model.embeds = False  # as a later stage, with a weight that the head shares
+    assert takes_varlen(torch.zeros(4, T, 32, dtype=torch.bfloat16))
+    assert not takes_varlen(torch.zeros(4, T, 32))
+    model.bfloat16()
+    assert takes_varlen(ids(4, T))

@@ -53,6 +53,7 @@ def test_training_measures_where_its_time_goes(tmp_path: Path, capsys: pytest.Ca
     report = explain(RunDir(tmp_path))
     assert report.times == pytest.approx({kind: metrics[kind] for kind in kinds})
     assert {"dataloader_num_workers=2"} <= {finding.remedy for finding in report.findings}
+    assert report.attention is None  # of a script, which logs elsewhere
 
 
 def test_a_run_that_still_trains_is_told_from_its_logs() -> None:
@@ -112,9 +113,13 @@ def test_what_takes_much_has_a_setting_to_try(
 def test_a_slow_rank_that_the_log_names_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path / "run", {"sync_seconds": 1.0})
     run.logs.mkdir()
-    run.rank_log(0).write_text("WARNING rank 1 is slow, and the others wait for it: its own work takes 80 %\n")
+    run.rank_log(0).write_text(
+        "INFO attention: cudnn; documents of a row are kept apart by varlen_attn\n"
+        "WARNING rank 1 is slow, and the others wait for it: its own work takes 80 %\n"
+    )
     text = shown(capsys, "logs", "slow", str(run.root))
     assert "rank 1 is slow" in text
+    assert "attention: cudnn; documents" in text
     assert "98.3 %" in text
     assert "steps 98%, sync 2%" in shown(capsys, "logs", "summary", str(run.root))
     assert document(capsys, "logs", "slow", str(run.root))["times"] == {"step_seconds": 59.0, "sync_seconds": 1.0}
