@@ -60,7 +60,7 @@ TYPED_WRONG = {
     "per_device_train_batch_size=0": "per_device_train_batch_size: must be greater than 0, got 0",
     "learning_rate=big": "learning_rate: must be a number, got 'big'",
     "learning_rate=nan": "learning_rate: must be a finite number, got nan",
-    "torch_compile=on_gpu": "torch_compile: must be true or false, got 'on_gpu'",
+    "torch_compile=on_gpu": "torch_compile: must be true or false or auto, got 'on_gpu'",
     "eval_strategy=stps": "eval_strategy: must be no, steps or epoch, got 'stps'; did you mean steps?",
     "nproc_per_node=x": "nproc_per_node: must be a whole number or auto, got 'x'",
     "resume_components=[model,foo]": "resume_components.1: must be model, optimizer, scheduler,",
@@ -311,6 +311,15 @@ CONTRADICTIONS = {
     "fuse_optim_with_backward=true max_grad_norm=0": "choose optimizer=adamw",
     "fuse_optim_with_backward=true max_grad_norm=0 trainer=ddp": "not possible with trainer=ddp; choose trainer=single",
     "trainer=pipeline schedule=ZBVZeroBubble torch_compile=true": "torch_compile: compiled blocks get wrong gradients",
+    **{
+        f"torch_compile=true torch_compile_scope=model trainer={trainer}": f"torch_compile_scope: trainer={trainer} "
+        "compiles block by block, got model; set torch_compile_scope=blocks"
+        for trainer in ("fsdp2", "pipeline")
+    },
+    "torch_compile=true torch_compile_scope=model optimizer=adamw fuse_optim_with_backward=true max_grad_norm=0": (
+        "torch_compile_scope: model has one backward, which frees no gradient early"
+    ),
+    "torch_compile_scope=blocks": "torch_compile_scope: nothing reads it with torch_compile=false",
     "trainer=pipeline schedule=ZBVZeroBubble loss=liger": "loss: the kernels of liger have one backward",
     "loss=liger device=cpu": "loss: liger needs a CUDA GPU and Triton, got device=cpu; set loss=linear_cross_entropy",
     "loss=cut_cross_entropy device=cuda:1 precision=fp32": "loss: the backward of cut_cross_entropy takes bf16",
