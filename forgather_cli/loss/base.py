@@ -35,7 +35,7 @@ class Loss(ABC):
     kernel: Any = None
     """What computes the sum from hidden states, where torch cannot compile it: it stays out of the graph."""
     compile_options: dict[str, Any] | None = None
-    """Set where the blocks of the model are compiled: arguments of ``torch.compile`` for what comes after them."""
+    """Set where more is compiled than the graph of the model holds: arguments of ``torch.compile`` for the rest."""
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from forgather_cli.errors import ConfigError, ModelError, PartError
 from forgather_cli.labels import label_shift, num_targets
 from forgather_cli.loss.base import Loss, check_fusable, head_and_hidden
 from forgather_cli.loss.model_io import MISFITS, explain_misfit, logits_of, model_kwargs, model_logits
-from forgather_cli.loss.sums import cross_entropy_sum, linear_cross_entropy_sum
+from forgather_cli.loss.sums import chunk_sum, cross_entropy_sum, linear_cross_entropy_sum
 from forgather_cli.targets import accepts
 
 LossFn = Callable[..., Tensor]
@@ -84,7 +84,8 @@ class LinearCrossEntropy(Loss):
             "chunk_size": chunk_size,
         }
         self.is_likelihood = not (z_loss or label_smoothing)
-        self.kernel = linear_cross_entropy_sum
+        self.kernel: Any = self._sum
+        self._chunk: Any = None
 
     def check(self, model: nn.Module) -> None:
         check_fusable(model, "loss=linear_cross_entropy")
@@ -98,6 +99,11 @@ class LinearCrossEntropy(Loss):
         except MISFITS as error:
             explain_misfit(error, model, hidden, inputs, labels, len(head.weight))
             raise
+
+    def _sum(self, *args: Any, **options: Any) -> Tensor:
+        if self.compile_options is not None and self._chunk is None:
+            self._chunk = torch.compile(chunk_sum, **self.compile_options)
+        return linear_cross_entropy_sum(*args, chunk=self._chunk, **options)
 
 
 class UserLoss(Loss):

@@ -5,6 +5,7 @@ Legend: B sequences, T tokens, N = B * T, V vocabulary, E hidden size, C tokens 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgather_cli.labels import IGNORED, shifted
+
+ChunkSum = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def cross_entropy_sum(
@@ -40,16 +43,18 @@ def linear_cross_entropy_sum(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     chunk_size: int = 256,
+    chunk: ChunkSum | None = None,
 ) -> Tensor:
     """``cross_entropy_sum`` of ``hidden @ weight.T + bias``, with logits of only ``chunk_size`` tokens at a time.
 
     hidden (B, T, E), weight (V, E). Multiplies in the autocast dtype where autocast is on, sums in fp32. Gradients are
     computed in the forward pass, chunk by chunk, so that logits are made once (Hsu et al. 2024, arXiv:2410.10989);
-    without gradient mode only the loss is. Memory beside inputs and gradients: C x V numbers.
+    without gradient mode only the loss is. Memory beside inputs and gradients: C x V numbers. ``chunk`` is
+    ``chunk_sum`` as torch compiles it, which on a GPU takes two fifths of the time (measured.md).
     """
     kind, dtype = hidden.device.type, product_dtype(hidden)
     flat, targets = hidden.flatten(0, 1), shifted(labels, shift)
-    options = (z_loss, label_smoothing, chunk_size, dtype)
+    options = (z_loss, label_smoothing, chunk_size, dtype, chunk)
     inputs = [t for t in (hidden, weight, bias) if t is not None]
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         return _LinearCrossEntropy.apply(flat, weight, bias, targets, *options)  # type: ignore[no-any-return, no-untyped-call]
@@ -77,6 +82,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         label_smoothing: float,
         chunk_size: int,
         dtype: torch.dtype,
+        chunk: ChunkSum | None,
     ) -> Tensor:
         needed = ctx.needs_input_grad
         grads = _Gradients(
@@ -86,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None,
         )
         with torch.autocast(hidden.device.type, enabled=False):
-            total = _in_chunks(hidden, weight, bias, targets, z_loss, label_smoothing, chunk_size, dtype, grads)
+            total = _in_chunks(hidden, weight, bias, targets, z_loss, label_smoothing, chunk_size, dtype, chunk, grads)
         ctx.grads, ctx.dtypes = grads, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 
@@ -104,7 +110,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if g is None else (g * scale if keep else g.mul_(scale)).to(d)
             for g, d in zip((grads.hidden, grads.weight, grads.bias), ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 class _Gradients:
@@ -142,6 +148,7 @@ def _in_chunks(
     label_smoothing: float,
     chunk_size: int,
     dtype: torch.dtype,
+    chunk: ChunkSum | None,
     grads: _Gradients | None,
 ) -> Tensor:
     """The loss over all chunks; with ``grads`` their gradients too."""
@@ -150,13 +157,17 @@ def _in_chunks(
     for start in range(0, len(targets), chunk_size):
         rows = slice(start, start + chunk_size)
         x = hidden[rows].to(dtype)
-        logits = torch.mm(x, w.t(), out_dtype=torch.float32) if _has_wide_sums(x) else (x @ w.t()).float()
-        if bias is not None:
-            logits += bias
-        total += _chunk(logits, targets[rows], z_loss, label_smoothing, into_gradient=grads is not None)
+        # compiled code reads half as many bytes of half-width logits, and has them in fp32 inside
+        wide = {"out_dtype": torch.float32} if chunk is None and _has_wide_sums(x) else {}
+        into = None if grads is None else dtype
+        # logits have no name here, so that they are gone before the gradient is made, and that before the next chunk
+        loss, dlogits = (chunk or chunk_sum)(
+            torch.mm(x, w.t(), **wide), bias, targets[rows], z_loss, label_smoothing, into
+        )
+        total += loss
         if grads is not None:
-            grads.add(logits.to(dtype), x, w, rows)
-        del logits  # before the next chunk's are made, not after
+            grads.add(dlogits, x, w, rows)
+        del dlogits
     return total
 
 
@@ -171,12 +182,18 @@ def _has_wide_sums(x: Tensor) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-def _chunk(logits: Tensor, targets: Tensor, z_loss: float, smoothing: float, *, into_gradient: bool) -> Tensor:
-    """Sum over the targets of one chunk; ``logits`` (C, V) fp32 become their own gradient, or are used up.
+def chunk_sum(
+    logits: Tensor, bias: Tensor | None, targets: Tensor, z_loss: float, smoothing: float, into: torch.dtype | None
+) -> tuple[Tensor, Tensor | None]:
+    """Sum over the targets of one chunk, and its gradient by ``logits`` (C, V) in the dtype ``into`` (None: none).
+    Logits in fp32 are used up.
 
     Per target y, with lse = log(Z): lse - (1 - s) logits[y] - s mean(logits) + z lse^2, whose gradient is
     softmax (1 + 2 z lse) - (1 - s) [y] - s / V.
     """
+    logits = logits.float()
+    if bias is not None:
+        logits += bias
     counted = targets != IGNORED
     index = targets.clamp(min=0)[:, None]
     loss = (smoothing - 1) * logits.gather(1, index)[:, 0]
@@ -189,9 +206,9 @@ def _chunk(logits: Tensor, targets: Tensor, z_loss: float, smoothing: float, *, 
     loss += lse
     if z_loss:
         loss += z_loss * lse.square()
-    if into_gradient:
+    if into is not None:
         logits.mul_((counted * (1 + 2 * z_loss * lse) / normalizer)[:, None])
         logits.scatter_add_(1, index, (smoothing - 1) * counted[:, None].to(logits.dtype))
         if smoothing:
             logits.sub_((smoothing / logits.shape[1]) * counted[:, None])
-    return torch.where(counted, loss, 0.0).sum()
+    return torch.where(counted, loss, 0.0).sum(), None if into is None else logits.to(into)

@@ -93,7 +93,7 @@ def model_spec(
         )
     # fused with the optimizer, one backward of the whole would free no gradient early
     as_one = compiles and config.torch_compile_scope != "blocks" and not config.fuse_optim_with_backward
-    if config.torch_compile and not as_one and of_settings is not None:
+    if config.torch_compile and of_settings is not None and (not as_one or of_settings.kernel is not None):
         of_settings.compile_options = compile_options(config)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
     dtype = parameter_dtype(config.precision)

@@ -99,11 +99,12 @@ def test_a_step_of_model_and_loss_is_one_graph(name: str, recomputed: bool) -> N
     assert counter.frame_count == 1, "generation and the second step compile nothing"
 
 
-def test_a_fused_loss_stays_beside_the_graph_of_the_model() -> None:
-    counter, loss = CompileCounterWithBackend("aot_eager"), LinearCrossEntropy(chunk_size=7, **OPTIONS)
-    module = ModelWithLoss(tiny.decoder(), loss, {"backend": counter})
-    agree(module, ModelWithLoss(tiny.decoder(), LinearCrossEntropy(chunk_size=7, **OPTIONS)), one_side())
-    assert counter.frame_count == 1
+def test_a_fused_loss_stays_beside_the_graph_of_the_model_and_its_chunks_are_a_graph() -> None:
+    graph, chunks = CompileCounterWithBackend("aot_eager"), CompileCounterWithBackend("aot_eager")
+    loss, reference = (LinearCrossEntropy(chunk_size=8, **OPTIONS) for _ in range(2))
+    loss.compile_options = {"backend": chunks}
+    agree(ModelWithLoss(tiny.decoder(), loss, {"backend": graph}), ModelWithLoss(tiny.decoder(), reference), one_side())
+    assert (graph.frame_count, chunks.frame_count) == (1, 1)
 
 
 @pytest.mark.parametrize("name", MODELS)
