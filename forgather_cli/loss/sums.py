@@ -158,14 +158,14 @@ def _in_chunks(
         rows = slice(start, start + chunk_size)
         x = hidden[rows].to(dtype)
         # compiled code reads half as many bytes of half-width logits, and has them in fp32 inside
-        wide = {"out_dtype": torch.float32} if chunk is None and _has_wide_sums(x) else {}
+        wide: Any = {"out_dtype": torch.float32} if chunk is None and _has_wide_sums(x) else {}
         into = None if grads is None else dtype
         # logits have no name here, so that they are gone before the gradient is made, and that before the next chunk
         loss, dlogits = (chunk or chunk_sum)(
             torch.mm(x, w.t(), **wide), bias, targets[rows], z_loss, label_smoothing, into
         )
         total += loss
-        if grads is not None:
+        if grads is not None and dlogits is not None:
             grads.add(dlogits, x, w, rows)
         del dlogits
     return total
