@@ -405,7 +405,9 @@ def test_settings_of_strangers_end_in_a_sentence(
     commands = {
         "eval": ["eval", "peft", f"data.files=[{Path(__file__)}]", "data=text", "seq_len=32", "device=cpu"],
         "generate": ["generate", "peft", "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"],
-        "finalize": ["finalize", "peft", "new", "--merge"],
+        "finalize": ["finalize", "peft", "new"],
+        "merge": ["finalize", "peft", "new", "--merge"],
+        "plan": ["plan", *runs.words(bases["llama"], "adapter=lora", "adapter.from_adapter=peft")[1:]],
         "train": train,
     }
     for name in commands if case == "targets" else ("generate", "train"):
