@@ -37,17 +37,8 @@ _NOT_SETTINGS = frozenset({"params", "param_names", "name", "lr"})
 _LISTED = 8  # names in one error line
 _KNOWN = ("torch.optim", "forgather_cli.optim")
 """Where optimizers are from whose tensors but 0-dim ones have the dtype of their parameter."""
-_SQUARES = {
-    "exp_avg_sq",
-    "max_exp_avg_sq",
-    "exp_inf",
-    "square_avg",
-    "acc_delta",
-    "sum",
-    "row_var",
-    "col_var",
-    "variance",
-}
+_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "row_var", "col_var",
+            "variance"}  # fmt: skip
 """What they keep (torch 2.13) of the squares, or sizes, of gradients and steps."""
 
 
