@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +22,7 @@ from torch import nn
 
 from forgather_cli.adapters.layers import TokenRows, adapted_layers, is_adapter
 from forgather_cli.adapters.targets import OF_EXPERTS, targets
+from forgather_cli.checkpoint.format import read_header
 from forgather_cli.checkpoint.load import ADAPTER_PREFIX
 from forgather_cli.config.decode import decode_settings
 from forgather_cli.config.schema import ALL_LINEAR, Config, DoRASettings, LoRASettings, QLoRASettings, typed
@@ -35,6 +39,39 @@ from forgather_cli.terminal.bars import doing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 QUANTIZATION = "quantization_config.json"
+
+
+_SECONDS = 5.0
+"""For the names of a model's layers, which take milliseconds."""
+
+
+@contextmanager
+def bounded(settings: LoRASettings) -> Iterator[None]:
+    """Inside, names are matched with regular expressions that anybody may have written. Raises ModelError for what is
+    none, and after seconds of this process's own time, which a busy machine does not make longer.
+
+    ``re`` looks for signals while it searches (Python 3.11 to 3.14); they come in the main thread alone.
+    """
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"they are not matched with names of layers in {_SECONDS:g} s")
+
+    is_main = threading.current_thread() is threading.main_thread()
+    try:
+        if is_main:
+            signal.signal(signal.SIGVTALRM, stop)
+            signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
+        yield
+    except (TimeoutError, re.error, OverflowError, RecursionError) as error:
+        place = "adapter" if settings.from_adapter is None else Path(settings.from_adapter) / CONFIG
+        given = [*settings.rank_pattern, *settings.alpha_pattern, settings.target_modules]
+        raise ModelError(
+            f"{place}: target_modules, rank_pattern and alpha_pattern are not regular expressions of names ({error}), "
+            f"got {given!r:.200}; mend them"
+        ) from error
+    finally:
+        if is_main:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def base_of(directory: Path) -> dict[str, str]:
@@ -184,6 +221,11 @@ def read_adapter(directory: Path) -> AdapterDirectory:
         settings = decode_settings(cls, values)
     except (ConfigError, FieldError) as error:
         raise ModelError(f"{file}: {error}") from error
+    if (weights := directory / WEIGHTS).is_file():
+        specs = [spec for spec, _ in read_header(weights).values() if is_adapter(spec.name) and spec.num_bytes]
+        widest = max((number for spec in specs for number in spec.shape), default=0)
+        if specs and (rank := max([settings.r, *settings.rank_pattern.values()])) > widest:  # too wide to be made
+            raise ModelError(f"{file}: r is {rank:,}, and the matrices in {WEIGHTS} are up to {widest:,} wide; mend it")
     if isinstance(settings.target_modules, list):  # peft's is a set
         settings = replace(settings, target_modules=sorted(settings.target_modules))
     if settings.trainable_token_indices is None:  # there it means none

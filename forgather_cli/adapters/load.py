@@ -20,6 +20,7 @@ from forgather_cli.adapters.directory import (
     AdapterDirectory,
     adapter_to_go_on,
     base_of,
+    bounded,
     check_same_base,
     own_name,
 )
@@ -66,8 +67,10 @@ def as_base(
 
 def with_adapter(model: nn.Module, adapter: AdapterDirectory, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Give ``model``, the base with its weights, the adapter, in place. Raises ModelError for one that does not fit."""
-    settings = replace(adapter.settings, lora_dropout=0.0)
-    attach_adapters(model, settings, targets(model, settings), parameter_targets(model, settings), dtype)
+    settings = replace(adapter.settings, lora_dropout=0.0, from_adapter=str(adapter.path))
+    with bounded(settings):
+        layers, parameters = targets(model, settings), parameter_targets(model, settings)
+    attach_adapters(model, settings, layers, parameters, dtype)
     attach_rows_of(model, settings, dtype)
     fill_from(model, adapter)
     return model

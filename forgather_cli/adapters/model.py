@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.adapters.directory import adapter_to_go_on
+from forgather_cli.adapters.directory import adapter_to_go_on, bounded
 from forgather_cli.adapters.layers import (
     Adapted,
     LowRank,
@@ -24,7 +24,7 @@ from forgather_cli.adapters.layers import (
 )
 from forgather_cli.adapters.nf4 import freeze, need_bitsandbytes
 from forgather_cli.adapters.targets import OF_EXPERTS, input_layer, output_layer, parameter_targets, targets, token_rows
-from forgather_cli.config.schema import Config, DoRASettings, LoRASettings, QLoRASettings, typed
+from forgather_cli.config.schema import Config, DoRASettings, LoRASettings, QLoRASettings, ending_in, typed
 from forgather_cli.errors import ModelError
 from forgather_cli.models.parts import train_only
 from forgather_cli.precision import half_dtype, parameter_dtype
@@ -47,11 +47,12 @@ def adapt(model: nn.Module, settings: LoRASettings, config: Config) -> list[str]
             f"adapter: {settings.type} does not adapt encoder-decoders yet, got a {type(model).__name__}; set "
             "adapter=none"
         )
-    layers, parameters = targets(model, settings), parameter_targets(model, settings)
+    with bounded(settings):
+        layers, parameters = targets(model, settings), parameter_targets(model, settings)
+        _check(model, layers, parameters, settings, config)
     adapted = [f"{name}.weight" for name in layers] + [
         f"{path}.{own}" for path in parameters for own in parameters[path]
     ]
-    _check(model, layers, parameters, settings, config)
     train_only(model, config.trainable or [])
     if both := next((name for name in adapted if model.get_parameter(name).requires_grad), None):
         raise ModelError(
@@ -115,10 +116,13 @@ def attach_adapters(
             is_dora=isinstance(settings, DoRASettings), is_gaussian=settings.init_lora_weights == "gaussian",
         )  # fmt: skip
 
+    with bounded(settings):
+        names = [*layers, *(f"{path}.{name}" for path, own in parameters.items() for name in own)]
+        shapes = {name: shape(name) for name in names}
     for name in layers:
-        attach(model.get_submodule(name), shape(name), dtype)
+        attach(model.get_submodule(name), shapes[name], dtype)
     for path, own in parameters.items():
-        attach_to_parameters(model.get_submodule(path), {name: shape(f"{path}.{name}") for name in own}, dtype)
+        attach_to_parameters(model.get_submodule(path), {name: shapes[f"{path}.{name}"] for name in own}, dtype)
 
 
 def attach_rows_of(model: nn.Module, settings: LoRASettings, dtype: torch.dtype) -> None:
@@ -240,7 +244,7 @@ def _check(
                 f"the adapter of {name}; set loss=cross_entropy, or leave it out of adapter.target_modules"
             )
     for pattern in settings.rank_pattern.keys() | settings.alpha_pattern.keys():
-        if settings.from_adapter is None and not any(re.match(rf"(.*\.)?({pattern})$", name) for name in widths):
+        if settings.from_adapter is None and not any(map(ending_in(pattern).match, widths)):
             raise ModelError(f"adapter.rank_pattern: no adapted layer is {pattern!r}; leave it out, or mend it")
 
 

@@ -28,6 +28,7 @@ def evaluate_gguf(file: Path, config: Config) -> dict[str, Any]:
     Returns what ``evaluate_source`` does, but the accuracy.
     """
     check_installed(str(file))
+    longest = llama_cpp("context_length", model=str(file))["tokens"]  # gguf 0.19 would believe what a damaged one says
     if config.data.is_paired:
         raise ConfigError("data: eval of a GGUF file reads plain sequences; give data=text data.files=[...]")
     with doing("reading the data"):
@@ -47,10 +48,6 @@ def evaluate_gguf(file: Path, config: Config) -> dict[str, Any]:
         for start, stop in itertools.pairwise([0, *borders, len(ids)]):
             sequences.append(ids[start:stop].tolist())
             targets.append([*labels[start + 1 : stop].tolist(), IGNORED])
-    import gguf
-
-    fields = gguf.GGUFReader(file).fields
-    longest = int(fields[f"{fields['general.architecture'].contents()}.context_length"].contents())
     if (most_tokens := max(map(len, sequences))) > longest:
         raise ConfigError(f"data.seq_len: the model in {file} takes {longest} tokens, got {most_tokens}; set {longest}")
     with doing("llama.cpp"):

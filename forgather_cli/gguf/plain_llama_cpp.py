@@ -45,7 +45,9 @@ class LlamaCpp:
     def ask(self, path: str, **request: Any) -> Any:
         """What the server answers; raises RuntimeError where it refuses."""
         url = f"{self._server.listening_address}/{path}"
-        asked = urllib.request.Request(url, json.dumps(request).encode(), {"Content-Type": "application/json"})
+        asked = urllib.request.Request(
+            url, json.dumps(request).encode() if request else None, {"Content-Type": "application/json"}
+        )
         try:
             with urllib.request.urlopen(asked, timeout=600) as answer:
                 return json.load(answer)
@@ -119,6 +121,12 @@ def measure(
     return {"likeliest": likeliest, "ends": ends, "chat": chat, "texts": encoded}
 
 
+def context_length(model: str) -> dict[str, Any]:
+    """How many tokens the model takes."""
+    (found,) = LlamaCpp(model, 8).ask("v1/models")["data"]
+    return {"tokens": found["meta"]["n_ctx_train"]}
+
+
 def losses(
     model: str, threads: int, sequences: list[list[int]], targets: list[list[int]], plain: int, vocab: int
 ) -> dict[str, Any]:
@@ -150,7 +158,8 @@ if __name__ == "__main__":
     threading.Thread(target=end_with_input, daemon=True).start()
     try:
         asked = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-        made = {"find": find, "measure": measure, "losses": losses}[asked.pop("do")](**asked)  # type: ignore[operator]
+        known = {"find": find, "measure": measure, "context_length": context_length, "losses": losses}
+        made = known[asked.pop("do")](**asked)  # type: ignore[operator]
         Path(sys.argv[2]).write_text(json.dumps(made), encoding="utf-8")
     except Exception as error:  # whatever llama.cpp raises, it does not read the file
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import ConfigError, ModelError
@@ -36,8 +37,9 @@ def check_installed(what: str) -> None:
 
 
 def _why(failed: subprocess.CompletedProcess[str]) -> str:
-    if own := re.search(r"(?<=error loading model).+|GGML_ASSERT.+", failed.stderr):  # llama.cpp's, before xllamacpp's
-        return own[0].removeprefix(": ")
+    # llama.cpp's own reason, before xllamacpp's
+    if own := re.search(r"(?:error loading model: |gguf_init_from_reader: |(?=GGML_ASSERT))(.+)", failed.stderr):
+        return own[1]
     said = [line for line in failed.stderr.strip().splitlines() if line.strip()]
     return said[-1] if said and failed.returncode > 0 else f"exit code {failed.returncode}"
 
@@ -53,14 +55,16 @@ def llama_cpp(do: str, **request: Any) -> dict[str, Any]:
         asked.write_text(json.dumps({"do": do, **request}), encoding="utf-8")
         # -P: the folder of the script, which has modules of ours, is not searched
         command = [sys.executable, "-P", plain_llama_cpp.__file__, str(asked), str(answer)]
-        # waiting threads do not spin: where others want the cores too, it takes a hundred times as long
-        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+        # waiting threads do not spin: where others want the cores too, it takes a hundred times as long;
+        # and no debugger looks at a failed assertion, which takes seconds
+        environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "GGML_NO_BACKTRACE": "1"}
         read, write = os.pipe()  # it ends when this pipe does, that is with this process, whatever ends that
         with os.fdopen(read), os.fdopen(write, "w"):
             done = subprocess.run(
                 command, stdin=read, capture_output=True, text=True, errors="replace", check=False, env=environment
             )
         if done.returncode:
-            raise ModelError(f"llama.cpp cannot load and run the result ({_why(done)})")
+            what = Path(request.get("model", "the vocabulary")).name
+            raise ModelError(f"llama.cpp cannot load and run {what} ({_why(done)})")
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return found

@@ -35,6 +35,11 @@ Winner = Literal["config", "checkpoint"]
 _IMPLEMENTATION = frozenset({"fused", "foreach", "capturable", "differentiable"})
 _NOT_SETTINGS = frozenset({"params", "param_names", "name", "lr"})
 _LISTED = 8  # names in one error line
+_KNOWN = ("torch.optim", "forgather_cli.optim")
+"""Where optimizers are from whose tensors but 0-dim ones have the dtype of their parameter."""
+_SQUARES = {"exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "sum", "row_var", "col_var",
+            "variance"}  # fmt: skip
+"""What they keep (torch 2.13) of the squares, or sizes, of gradients and steps."""
 
 
 class ParameterOptimizer(ABC):
@@ -172,6 +177,19 @@ class ParameterOptimizer(ABC):
                 + "\n".join(f"  {line}" for line in [*problems[:5], *more])
             )
 
+    def impossible(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+        """Name -> why neither torch's optimizers nor ours have made this tensor for a parameter trained here."""
+        known = [each for each in self.optimizers if type(each).__module__.startswith(_KNOWN)]
+        dtypes = {self.names[p]: p.dtype for each in known for group in each.param_groups for p in group["params"]}
+        found: dict[str, str] = {}
+        for name, value in tensors.items():
+            parameter, _, key = name.rpartition(".")
+            if parameter in dtypes and value.ndim and value.dtype != dtypes[parameter] and key != "step":
+                found[name] = f"is {value.dtype}, its parameter {dtypes[parameter]}".replace("torch.", "")
+            elif parameter in dtypes and key in _SQUARES and value.numel() and value.min() < 0:
+                found[name] = "holds numbers below 0, which none of squares is"
+        return found
+
     def _mismatches(
         self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], kinds: Mapping[str, str]
     ) -> Iterator[str]:
@@ -182,7 +200,7 @@ class ParameterOptimizer(ABC):
                     yield f"group {group['name']}: {key} cannot be {value!r:.80}"
         for optimizer in self.optimizers:
             kind = type(optimizer).__name__
-            ours = type(optimizer).__module__.startswith(("torch.optim", "forgather_cli.optim"))
+            ours = type(optimizer).__module__.startswith(_KNOWN)
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
                 name = self.names[parameter]
                 if kinds[name] != kind:

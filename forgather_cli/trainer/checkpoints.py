@@ -294,7 +294,7 @@ class Checkpoints:
                 for name, parameter in parameters.items()
                 for key in groups["tensors"].get(name, ())
             }
-        _refuse_not_finite(reader, tensors, run.cpu_group)
+        _refuse_damage(reader, {**run.optimizer.impossible(tensors), **_void(tensors)}, run.cpu_group)
         with reader.loading(reader.file_of("optimizer"), "optimizer"):
             check_steps(groups, tensors)
         trained = set().union(*gather(list(parameters), run.cpu_group))
@@ -465,13 +465,16 @@ def load_model(reader: Reader, tensors: dict[str, Tensor], group: Any = None) ->
         raise CheckpointError(
             f"{reader.path} holds another model: {'; '.join(problems[:5])}{more}; use the model it was made with"
         )
-    _refuse_not_finite(reader, {name: tensor for name, tensor in tensors.items() if _is_parameter(tensor)}, group)
+    _refuse_damage(reader, _void({name: tensor for name, tensor in tensors.items() if _is_parameter(tensor)}), group)
 
 
-def _refuse_not_finite(reader: Reader, tensors: Mapping[str, Tensor], group: Any) -> None:
-    """Collective. Raise DamagedError on all ranks where one has got an infinity or NaN from a checkpoint."""
-    if void := sorted(set().union(*gather(not_finite(tensors), group))):
-        more = f" and {len(void) - 1} more" if len(void) > 1 else ""
-        raise DamagedError(
-            f"{reader.path}: is damaged: {void[0]}{more} holds values that are not finite; {instead_of(reader.path)}"
-        )
+def _void(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return dict.fromkeys(not_finite(tensors), "holds values that are not finite")
+
+
+def _refuse_damage(reader: Reader, problems: Mapping[str, str], group: Any) -> None:
+    """Collective. Raise DamagedError on all ranks where one has got from a checkpoint tensors that cannot be: name ->
+    what is wrong."""
+    if found := sorted({item for each in gather(list(problems.items()), group) for item in each}):
+        (name, problem), more = found[0], f", and of {len(found) - 1} more" if len(found) > 1 else ""
+        raise DamagedError(f"{reader.path}: is damaged: {name} {problem}{more}; {instead_of(reader.path)}")

@@ -9,10 +9,10 @@
 A trial draws a layout and settings (``crash_draw.py``), with the default callbacks. It kills a rank, the launcher, a
 data worker or all of them by a signal, mostly SIGKILL, inside a save more often than not, or within a second after a
 resume, or twice in a row before the first checkpoint; and it resumes the run: once to three times, in the same layout
-or in another one. What is left of a killed job must end within 30 s. A run resumed in its layout must end with the
-losses, norms, samples, weights, moments and random states of an uninterrupted one, bit by bit; in another layout with
-its losses and norms within 1e-5 and 1e-4. Other arguments are overrides for every run. Exit code 1 if a trial fails;
-each failure is printed with its seed, and its run is kept.
+or in another one. What is left of a killed job must end within 30 s, times the processes that share each core. A run
+resumed in its layout must end with the losses, norms, samples, weights, moments and random states of an uninterrupted
+one, bit by bit; in another layout with its losses and norms within 1e-5 and 1e-4. Other arguments are overrides for
+every run. Exit code 1 if a trial fails; each failure is printed with its seed, and its run is kept.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import argparse
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -37,7 +38,7 @@ from pathlib import Path
 
 from crash_check import Before, after_end, after_kill, compare, last_step, lost_steps, saved_steps
 from crash_draw import ADAPTERS, COMMON, LAYOUTS, MAX_STEPS, MODEL, RECIPES, Plan, draw, reference_words
-from crash_job import LEFT_OVER, Job, Member, Struck, reached, send, strike
+from crash_job import LEFT_OVER, Job, Member, Struck, patience, reached, send, strike
 
 _LIMIT = 300.0  # seconds that a start takes at most which nothing disturbs
 _STACKS = 2.0  # seconds in which a process that hangs writes its stacks to its log
@@ -68,7 +69,9 @@ def uninterrupted(words: Sequence[str], environment: dict[str, str], output: Pat
     command, everything = [sys.executable, "-m", "forgather_cli", *words], {**os.environ, **environment}
     with output.open("ab") as stream:
         everything["OMP_NUM_THREADS"] = "1"
-        return subprocess.run(command, stdout=stream, stderr=stream, env=everything, timeout=_LIMIT).returncode
+        return subprocess.run(
+            command, stdout=stream, stderr=stream, env=everything, timeout=patience(_LIMIT)
+        ).returncode
 
 
 class Campaign:
@@ -142,7 +145,7 @@ class Campaign:
             trial.lost.append(lost_steps(run, before))
             writing = struck.inside_save and struck.event != "retention"
             trial.problems += after_kill(run, trial.plan, kill, struck.target, code, trained, before, writing=writing)
-            trial.problems += _says_how_to_go_on(job.output, run) if code == 75 else []
+            trial.problems += says_how_to_go_on(job.output, run) if code == 75 else []
             trial.discarded |= {max(saved_steps(run), default=0)} if code in (75, 0) else set()
             trial.discarded |= set(map(int, re.findall(r"evaluation at step (\d+) was stopped", job.output)))
         return not trial.problems
@@ -196,9 +199,12 @@ def _ended_by_itself(job: Job) -> list[str]:
     return [f"undisturbed, it ends with exit code {code}"] if code != 0 else []
 
 
-def _says_how_to_go_on(output: str, run: Path) -> list[str]:
+def says_how_to_go_on(output: str, run: Path) -> list[str]:
+    """The run is named from the working directory on, where it lies below that."""
     last = output.rstrip().rpartition("\n")[2]
-    return [] if last == f"forgather resume {run}" else [f"exit code 75 with {last!r} as the last line"]
+    *command, named = shlex.split(last) if last.startswith("forgather resume ") else [""]
+    is_right = command == ["forgather", "resume"] and Path(named).resolve() == run.resolve()
+    return [] if is_right else [f"exit code 75 with {last!r} as the last line"]
 
 
 def show_stacks(members: Sequence[Member]) -> None:

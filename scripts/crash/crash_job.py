@@ -24,7 +24,7 @@ from types import TracebackType
 from crash_draw import MAX_STEPS, Instant, Kill
 
 LEFT_OVER = 30.0
-"""Seconds in which a job must end once one of its processes was killed."""
+"""Seconds in which a job must end once one of its processes was killed, where nobody else wants the cores."""
 MARK = "CRASH_CAMPAIGN_RUN"
 """In the environment of every process of a job."""
 
@@ -108,13 +108,19 @@ class Job:
         return Member(pid, "worker" if "forgather_cli" in words else "helper", rank)
 
     def wait(self, seconds: float) -> list[Member]:
-        """Wait until no process of the job runs; returns those that still do after ``seconds``."""
-        deadline = time.monotonic() + seconds
+        """Wait until no process of the job runs; returns those that still do after ``patience(seconds)``."""
+        began = time.monotonic()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(seconds)
-        while (left := self.members()) and time.monotonic() < deadline:
+        while (left := self.members()) and time.monotonic() - began < patience(seconds):
             time.sleep(0.05)
         return left
+
+
+def patience(seconds: float) -> float:
+    """How long to wait now for what takes ``seconds`` where nobody else wants the cores: as many times as long as
+    processes share each. Asked again while one waits, since the load is a mean of the last minute."""
+    return seconds * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
 def is_running(pid: int) -> bool:
@@ -206,10 +212,10 @@ class Watch:
 
 
 def reached(job: Job, instant: Instant, seconds: float) -> bool:
-    """Wait for an instant. False if the job ended before, or did not get there within ``seconds``."""
-    deadline, missing = time.monotonic() + seconds, instant.count if instant.event != "start" else 0
+    """Wait for an instant. False if the job ended before, or did not get there within ``patience(seconds)``."""
+    began, missing = time.monotonic(), instant.count if instant.event != "start" else 0
     while missing > 0:
-        if job.process.poll() is not None or time.monotonic() > deadline:
+        if job.process.poll() is not None or time.monotonic() - began > patience(seconds):
             return False
         for event in job.watch.events(0.5):
             missing -= event == instant.event

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from crash_job import patience
 from diloco_liar import Liar
 from safetensors.torch import load_file
 
@@ -108,9 +109,9 @@ class Member:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         if pid == self.process.pid:
-            self.process.wait(_LIMIT)
+            self.process.wait(patience(_LIMIT))
         else:  # the launcher sees that a rank is gone, ends the others and itself
-            self.process.wait(60)
+            self.process.wait(patience(60))
         return f"{self.name} ({'itself' if pid == self.process.pid else 'a rank'})"
 
 
@@ -248,7 +249,7 @@ class Campaign:
                     stop(port, "stop_now")
                 if liar is not None and liar.is_broken:
                     raise RuntimeError(liar.problems[-1])
-                if time.monotonic() - began > seconds + _LIMIT:
+                if time.monotonic() - began > patience(seconds + _LIMIT):
                     left = [name for name, member in members.items() if member.process.poll() is None]
                     raise RuntimeError(f"{', '.join(left)} did not come to an end")
                 time.sleep(0.1)

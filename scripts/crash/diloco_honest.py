@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from crash_job import patience
 from diloco_campaign import MODES, Launch, Trial, cold, ended, free_port, stop, team, thrown_out
 
 from forgather_cli.callbacks.base import TrainerCallback
@@ -98,12 +99,12 @@ class HonestCampaign:
         with ended(members.values()):
             for member in members.values():
                 member.start()
-            end, left = time.monotonic() + _LIMIT, set(workers)
+            began, left = time.monotonic(), set(workers)
             while left or members["server"].process.poll() is None:
                 left = {name for name in workers if members[name].process.poll() is None}
                 if not left:
                     stop(port, "stop")
-                if time.monotonic() > end:
+                if time.monotonic() - began > patience(_LIMIT):
                     raise RuntimeError(f"{', '.join(left) or 'the server'} did not come to an end")
                 time.sleep(0.1)
             if any(codes := {name: member.process.poll() for name, member in members.items()}.values()):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from test_adapters_peft import IDS, SHAPE, built, config_of
 from torch import nn
 from whole_batch import equal
 
+from forgather_cli.adapters import directory
 from forgather_cli.adapters.directory import CONFIG, WEIGHTS, read_adapter
 from forgather_cli.adapters.load import with_adapter
 from forgather_cli.adapters.merge import write_merged
@@ -375,6 +378,62 @@ def test_every_setting_that_differs_is_named_at_once(
     entry = "+adapter.rank_pattern.q_proj=2"  # the adapter's own does not take its place
     assert forgather(*runs.words(bases["mixtral"], *on, entry, "output_dir=other")) == 2
     assert "adapter.rank_pattern={" in capsys.readouterr().err
+
+
+ENDLESS = "([a-z._0-9]+)+X"
+OF_STRANGERS: dict[str, tuple[dict[str, Any], str]] = {
+    "targets": ({"target_modules": ENDLESS}, repr(ENDLESS)),
+    "ranks": ({"rank_pattern": {ENDLESS: 2}}, repr(ENDLESS)),
+    "scales": ({"alpha_pattern": {ENDLESS: 2}}, repr(ENDLESS)),
+    "no expression": ({"rank_pattern": {"(q_proj": 2}}, "'(q_proj'"),
+    "too deep": ({"target_modules": "(" * 9999 + ")" * 9999}, "'(((("),
+    "r": ({"r": 10**9}, "r is 1,000,000,000, and the matrices in adapter_model.safetensors are up to 48 wide"),
+    "r of a layer": ({"rank_pattern": {"q_proj": 10**9}}, "r is 1,000,000,000, "),
+}
+
+
+@pytest.mark.parametrize("case", OF_STRANGERS)
+def test_settings_of_strangers_end_in_a_sentence(
+    case: str, bases: dict[str, Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_peft(bases["llama"])
+    load_tokenizer("bytes").save(Path("peft"))
+    changes, named = OF_STRANGERS[case]
+    edited("peft", **changes)
+    monkeypatch.setattr(directory, "_SECONDS", 0.3)
+    train = runs.words(bases["llama"], "adapter=lora", "adapter.from_adapter=peft", "max_steps=1")
+    commands = {
+        "eval": ["eval", "peft", f"data.files=[{Path(__file__)}]", "data=text", "seq_len=32", "device=cpu"],
+        "generate": ["generate", "peft", "--prompt", "a", "--max-new-tokens", "1", "--device", "cpu"],
+        "finalize": ["finalize", "peft", "new"],
+        "merge": ["finalize", "peft", "new", "--merge"],
+        "plan": ["plan", *runs.words(bases["llama"], "adapter=lora", "adapter.from_adapter=peft")[1:]],
+        "train": train,
+    }
+    for name in commands if case == "targets" else ("generate", "train"):
+        began = time.process_time()
+        assert forgather(*commands[name]) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert said.count("error: ") == 1
+        assert named in said
+        assert "peft" in said or name == "train"
+        assert time.process_time() - began < 4
+    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        r".*\.(q|v)_proj",
+        r"model\.layers\.([0-9]|1[0-5])\..*_proj",
+        r"(?:.*?(?:language|layers).*?(?:self_attn|mlp).*?(?:q_proj|k_proj|down_proj).*?)|(?:\bmodel\.x.*)",  # unsloth
+    ],
+)
+def test_expressions_that_people_write_are_those_of_peft(wanted: str, bases: dict[str, Path]) -> None:
+    """And one for each layer, as peft writes ranks that were found by data: more than ``re`` keeps."""
+    each = {rf"model\.layers\.{n}\.self_attn\.q_proj": 2 + n % 2 for n in range(600)}
+    theirs = of_peft(bases["llama"], target_modules=wanted, rank_pattern={**dict(reversed(each.items())), "v_proj": 3})
+    torch.testing.assert_close(ours_of(bases["llama"])(IDS), theirs(IDS).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_without_settings_the_adapters_own_are_taken(bases: dict[str, Path]) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import saving
-from crash_campaign import Campaign, Report, busy_cores, campaign
+from crash_campaign import Campaign, Report, busy_cores, campaign, says_how_to_go_on
 from crash_check import Before, after_end, after_kill, checkpoint, compare, records
 from crash_draw import LAYOUTS, MAX_STEPS, STOPS, Instant, Kill, Plan, draw
 from crash_job import MARK, Job, Watch, is_running
@@ -208,6 +208,32 @@ def test_a_process_that_goes_on_is_found_though_it_has_lost_its_parent(tmp_path:
             assert [member.pid for member in job.wait(0.1)] == [process.pid]
         assert job.process.returncode == 0
         assert process.wait(10) == -signal.SIGKILL, "what is left is killed"
+
+
+@pytest.mark.parametrize("load", [0.0, 28.0])
+def test_a_busy_machine_gets_the_time_that_it_needs(
+    load: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would be ended within 0.3 s on one that is not is waited for as much longer."""
+    monkeypatch.setattr(os, "getloadavg", lambda: (load * len(os.sched_getaffinity(0)), 0.0, 0.0))
+    slow = [sys.executable, "-c", "import time; print(flush=True); time.sleep(2)"]
+    with Job(tmp_path, ["--version"], {}, tmp_path / "output.txt") as job:
+        job.process.wait(60)
+        with subprocess.Popen(slow, env={**os.environ, MARK: str(tmp_path)}, stdout=subprocess.PIPE) as process:
+            process.stdout.readline()
+            left = [member.pid for member in job.wait(0.3)]
+    assert left == ([] if load else [process.pid])
+
+
+def test_the_command_that_goes_on_names_the_run_from_the_working_directory_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "my work" / "trial-7" / "run"
+    for named in ("'my work/trial-7/run'", f"'{run}'"):
+        assert says_how_to_go_on(f"saved\nforgather resume {named}\n", run) == []
+    for wrong in ("forgather resume 'my work/trial-8/run'", "forgather resume", "saved", f"forgather stop '{run}'"):
+        assert "exit code 75 with" in " ".join(says_how_to_go_on(f"forgather resume '{run}'\n{wrong}\n", run))
 
 
 def test_a_campaign_whose_runs_do_not_start_fails_and_names_the_seed(tmp_path: Path) -> None:

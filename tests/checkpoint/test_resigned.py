@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from program import Process, forgather, printed
 from safetensors.torch import load_file, save_file
 from saving import resign
@@ -96,6 +97,28 @@ def test_a_run_goes_on_from_the_checkpoint_before(value: float, file: str, name:
     found = f"{file} holds values that are not finite, in {name}"
     assert found in said("checkpoint", "verify", "RUN", code=1)
     assert f"{STEP_1} is used" in said("resume", "RUN", "max_steps=3", code=0)
+
+
+@pytest.mark.parametrize("case", ["float64", "float16", "int32", "below 0", "at -0"])
+def test_moments_that_no_optimizer_has_made_are_damage(case: str, said: Said) -> None:
+    """Of another dtype a step fails; below 0 the root of a second one is no number."""
+    file = STEP_2 / "optimizer/optimizer.safetensors"
+    tensors = load_file(file)
+    if case in ("below 0", "at -0"):
+        tensors[f"{MOMENT}_sq"].view(-1)[7] = {"below 0": -1e-12, "at -0": -0.0}[case]
+        told = f"{MOMENT}_sq holds numbers below 0"
+    else:
+        tensors[MOMENT] = tensors[MOMENT].to(getattr(torch, case))
+        told = f"{MOMENT} is {case}, its parameter float32"
+    save_file(tensors, file, {"format": "pt"})
+    resign(STEP_2)
+    if case == "at -0":
+        said("resume", "RUN", "max_steps=3", code=0)
+        return
+    text = said("resume", "RUN", "max_steps=3")
+    assert text.count("error: ") == 1
+    assert f"{STEP_2}: is damaged: {told}" in text
+    assert f"use {STEP_1}, the newest other one" in text
 
 
 @pytest.mark.parametrize("step", [0.0, 1.0, 3.0])

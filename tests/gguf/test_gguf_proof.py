@@ -245,7 +245,7 @@ def test_what_has_no_counterpart_is_named(named: str) -> None:
 def test_the_reason_is_llama_cpp_s_own(tmp_path: Path) -> None:
     model = made(byte_level(tmp_path / "model"), STOP)
     write_gguf(tmp_path / "file.gguf", gguf_files.other_value("block_count", 3)(model.contents), "f32")
-    with pytest.raises(ModelError, match=r"cannot load and run the result \(.*'blk.2.attn_norm.weight' not found\)"):
+    with pytest.raises(ModelError, match=r"cannot load and run file.gguf \(.*'blk.2.attn_norm.weight' not found\)"):
         llama_cpp(
             "losses", model=str(tmp_path / "file.gguf"), threads=1, sequences=[[3]], targets=[[4]], plain=3, vocab=9
         )

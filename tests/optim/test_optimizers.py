@@ -492,6 +492,27 @@ def test_fp32_moments_of_bf16_parameters_keep_their_dtype_and_parameters_without
         assert same(each.state_tensors(), tensors)
 
 
+KEPT = {name: {} for name in ("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop")} | {
+    "Adam": {"amsgrad": True}, "AdamW": {"capturable": False}, "RMSprop": {"centered": True, "momentum": 0.9},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", [*KEPT, "muon"])
+def test_what_optimizers_keep_is_possible_and_no_square_below_zero_is(name: str, dtype: torch.dtype):
+    model = TinyModel().to(dtype)
+    option = MuonSettings() if name == "muon" else Target(f"torch.optim.{name}", KEPT[name])
+    optimizers = build(option, model)
+    train(model, optimizers, range(4))
+    tensors = optimizers.state_tensors()
+    assert optimizers.impossible(tensors) == {}
+    whole = {name: tensor for name, tensor in tensors.items() if tensor.ndim}
+    signed = {name.rpartition(".")[2] for name, tensor in whole.items() if (tensor < 0).any()} | {"step_size"}
+    squares = {name for name in whole if name.rpartition(".")[2] not in signed}
+    assert optimizers.impossible({name: -1 - tensor.abs() for name, tensor in whole.items()}).keys() == squares
+    assert optimizers.impossible({name: tensor.double() for name, tensor in whole.items()}).keys() == whole.keys()
+
+
 def test_config_wins_over_the_checkpoint_which_wins_where_asked_to():
     _, optimizers = trained(11)  # the last learning rate is half the first
     tensors, groups = saved_state(optimizers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import field
+from functools import cache
 from typing import Annotated, Any, Literal
 
 from forgather_cli.config.schema.base import (
@@ -129,14 +130,20 @@ class QLoRASettings(LoRASettings):
 
 def _matching(patterns: dict[str, Any], name: str) -> str:
     """The first key that the full name ends with, as a regular expression (peft 0.21, ``get_pattern_key``)."""
-    return next((key for key in patterns if re.match(rf"(.*\.)?({key})$", name)), name)
+    return next((key for key in patterns if ending_in(key).match(name)), name)
+
+
+@cache
+def ending_in(pattern: str) -> re.Pattern[str]:
+    """What full names match that end so (peft may write one for each layer, and ``re`` keeps 512)."""
+    return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _not_patterns(setting: str, patterns: Any) -> Iterator[str]:
     for pattern in patterns:
         try:
             re.compile(pattern)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             yield f"{setting}: not a regular expression ({error}), got {pattern!r}; mend it"
 
 
