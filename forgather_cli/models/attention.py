@@ -109,12 +109,14 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 def attend_apart(q: Tensor, k: Tensor, v: Tensor, how: DocumentLine | BlockMask) -> Tensor:
     """(B, H, T, D) of queries (B, H, T, D), keys and values (B, K, S, D); 0 where a query sees no key."""
-    groups = q.shape[1] // k.shape[1]
+    groups, D = q.shape[1] // k.shape[1], q.shape[-1]
     if not isinstance(how, DocumentLine):
         from torch.nn.attention.flex_attention import flex_attention
 
         flex: Any = flex_attention if torch.compiler.is_compiling() else _compiled(flex_attention)
-        out: Tensor = flex(q, k, v, block_mask=how, enable_gqa=groups > 1)
+        if D < 16:  # which its kernel wants at least
+            q, k, v = (F.pad(x, (0, 16 - D)) for x in (q, k, v))
+        out: Tensor = flex(q, k, v, block_mask=how, scale=D**-0.5, enable_gqa=groups > 1)[..., :D]
         return out
     from torch.nn.attention.varlen import varlen_attn
 
