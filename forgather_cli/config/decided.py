@@ -43,8 +43,8 @@ Rule = Callable[[Config, Any], tuple[Any, str]]
 not said. Of a group's option the settings that ``auto`` has too are put in afterwards."""
 
 
-_COMPILATION = 60.0  # seconds, of a large model with its loss
-_SAVED = 0.35  # of a step's time, by compiled models of 160m to 1b on one GPU
+_COMPILATION = 60.0  # seconds: an estimate too, of a large model with its loss
+_SAVED = 0.35  # of the time of a step: an estimate, to be measured
 _SPEED = 0.35 * 989e12  # FLOP/s of a step on an H100; a slower GPU would save more
 
 

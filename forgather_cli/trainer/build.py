@@ -72,29 +72,22 @@ def model_spec(
     ``seed``. ``losses``: of the settings, and what is minimised. ``enable_checkpointing``: the user's function for
     gradient_checkpointing, which changes the model or returns another one. Raises ConfigError.
     """
-    from forgather_cli.models.transform import (
-        apply_activation_checkpointing,
-        cast_parameters,
-        compile_blocks,
-        compile_options,
-        half_stream,
-    )
+    from forgather_cli.models import transform
 
     check_supported(config, strategy)
     of_settings, minimised = losses
-    compiles = strategy.compiles_with_loss and minimised is not None and minimised.compiles
-    if minimised is not None and minimised.kernel is not None and config.torch_compile_fullgraph:
-        compiles = False
-    if config.torch_compile and config.torch_compile_scope == "model" and not compiles:
+    as_one = strategy.compiles_with_loss and minimised is not None and minimised.compiles
+    if config.fuse_optim_with_backward or (config.torch_compile_fullgraph and getattr(minimised, "kernel", None)):
+        as_one = False
+    if config.torch_compile and config.torch_compile_scope == "model" and not as_one:
         raise ConfigError(
             "torch_compile_scope: model needs a strategy and a loss that compile as one, which those of your own, "
             "precision=fp16, and with torch_compile_fullgraph=true other losses than cross_entropy do not; set "
             "torch_compile_scope=blocks"
         )
-    # fused with the optimizer, one backward of the whole would free no gradient early
-    as_one = compiles and config.torch_compile_scope != "blocks" and not config.fuse_optim_with_backward
+    as_one = as_one and config.torch_compile_scope != "blocks"
     if config.torch_compile and of_settings is not None and (not as_one or of_settings.kernel is not None):
-        of_settings.compile_options = compile_options(config)
+        of_settings.compile_options = transform.compile_options(config)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
     dtype = parameter_dtype(config.precision)
     rounds_stream = stream_dtype(config.precision) is not None
@@ -104,7 +97,7 @@ def model_spec(
         nonlocal logged
         lines: list[str] = []
         if dtype is not None:
-            cast_parameters(model, dtype)
+            transform.cast_parameters(model, dtype)
         if quantized is not None:
             from forgather_cli.quantized.convert import converted
 
@@ -112,7 +105,7 @@ def model_spec(
             lines += done.lines()
         lines += choose_trained(model, config)
         if rounds_stream:  # after adapters, whose embeddings give out fp32
-            half_stream(model)
+            transform.half_stream(model)
         for line in () if logged else lines:
             _log.log(logging.WARNING if line.startswith("warning: ") else logging.INFO, line.removeprefix("warning: "))
         logged = True
@@ -120,13 +113,13 @@ def model_spec(
 
     def checkpoint(part: nn.Module) -> nn.Module:
         if enable_checkpointing is None:
-            apply_activation_checkpointing(part, config.recomputes, **(checkpointing_options or {}))
+            transform.apply_activation_checkpointing(part, config.recomputes, **(checkpointing_options or {}))
             return part
         changed = enable_checkpointing(part)
         return changed if isinstance(changed, nn.Module) else part
 
     def compiled(part: nn.Module) -> nn.Module:
-        compile_blocks(part, config)
+        transform.compile_blocks(part, config)
         return part
 
     changes = dtype is not None or quantized is not None or config.trainable is not None or rounds_stream
@@ -140,7 +133,7 @@ def model_spec(
         adapt=adapt if changes else None,
         checkpoint=checkpoint if config.gradient_checkpointing else None,
         compile=compiled if config.torch_compile and not as_one else None,
-        compile_with_loss=compile_options(config) if config.torch_compile and as_one else None,
+        compile_with_loss=transform.compile_options(config) if config.torch_compile and as_one else None,
         init=init,
     )
 

@@ -317,7 +317,7 @@ CONTRADICTIONS = {
         for trainer in ("fsdp2", "pipeline")
     },
     "torch_compile=true torch_compile_scope=model optimizer=adamw fuse_optim_with_backward=true max_grad_norm=0": (
-        "torch_compile_scope: model has one backward, which frees no gradient early"
+        "torch_compile_scope: fuse_optim_with_backward=true compiles block by block, got model"
     ),
     "torch_compile_scope=blocks": "torch_compile_scope: nothing reads it with torch_compile=false",
     "trainer=pipeline schedule=ZBVZeroBubble loss=liger": "loss: the kernels of liger have one backward",

@@ -225,11 +225,6 @@ class Config(RunSettings):
                 "activation_memory_budget: gradient_checkpointing=true recomputes all of a block already; set one of "
                 "the two"
             )
-        if self.torch_compile_scope == "model" and self.fuse_optim_with_backward:
-            yield (
-                "torch_compile_scope: model has one backward, which frees no gradient early for "
-                "fuse_optim_with_backward=true; set torch_compile_scope=blocks"
-            )
         epochs = self.num_train_epochs
         if self.max_steps == 0:
             yield "max_steps: 0 trains nothing; set max_steps=-1 to train by num_train_epochs, or a number of steps"

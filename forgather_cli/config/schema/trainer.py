@@ -47,11 +47,10 @@ class _Trainer(Settings):
                 f"precision: fp16 scales the loss, which trainer={self.type} does not; set precision=bf16, or "
                 "trainer=ddp or fsdp2"
             )
-        if config.torch_compile_scope == "model" and not self.compiles_with_loss:
-            yield (
-                f"torch_compile_scope: trainer={self.type} compiles block by block, got model; set "
-                "torch_compile_scope=blocks"
-            )
+        if config.torch_compile_scope == "model" and (config.fuse_optim_with_backward or not self.compiles_with_loss):
+            # one backward of the whole frees no gradient early
+            what = "fuse_optim_with_backward=true" if self.compiles_with_loss else f"trainer={self.type}"
+            yield f"torch_compile_scope: {what} compiles block by block, got model; set torch_compile_scope=blocks"
         if config.fuse_optim_with_backward and not self.supports_optimizer_in_backward:
             yield (
                 f"fuse_optim_with_backward: not possible with trainer={self.type}; choose trainer=single or "
