@@ -306,7 +306,7 @@ def causal_mask(
     x: Tensor, past: int, window: int | None, document_ids: Tensor | None, attention_mask: Tensor | None, dropout: float
 ) -> tuple[Mask, bool]:
     """The mask, or None and whether SDPA is to be plainly causal, which is faster."""
-    if keeps_apart(document_ids, dropout):
+    if document_ids is not None and keeps_apart(document_ids, dropout):
         ids = without_padding(document_ids, attention_mask)
         return block_mask(ids, ids, causal=True, window=window), False
     T, S = x.shape[1], past + x.shape[1]
