@@ -27,7 +27,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import Overrides, RunPath, TrustConfig, check_overrides, or_latest, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
-from forgather_cli.run_dir import RunDir, run_of, shown
+from forgather_cli.run_dir import RunDir, run_of, shown, step_of
 from forgather_cli.terminal.bars import doing
 from forgather_cli.terminal.folding import tell
 
@@ -106,6 +106,7 @@ def _print_list(found: list[CheckpointInfo]) -> None:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
         numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
         marks = {"best": info.best, "final": info.final, "not healthy": not info.healthy, "abandoned": info.abandoned}
+        marks[f"named {info.path.name}"] = step_of(info.path) != info.step
         told = "damaged" if info.problem else ", ".join(mark for mark, holds in marks.items() if holds)
         rows.append((str(info.step), *numbers, human_bytes(info.size_bytes), local_time(info.created), told))
         styles.append("red" if info.problem else "bold" if info.best else "")

@@ -290,10 +290,15 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
 
 
 @app.command(cls=Command)
-def cleanup(as_json: AsJson = False) -> None:
-    """Remove what jobs of this machine have left behind that were killed."""
-    removed = registry.cleanup()
+def cleanup(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Those of runs elsewhere, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what killed jobs of this machine have left behind, whose runs lie below the working directory."""
+    removed = registry.cleanup(everywhere=yes)
     if as_json:
         print_json(removed)
-    else:
-        typer.echo("\n".join(f"removed {name}" for name in removed) or "nothing to remove")
+        return
+    tell("\n".join(f"removed {name}" for name in removed) or "nothing to remove")
+    if left := [place.name for place in registry.abandoned()]:
+        tell(f"{len(left)} of runs that do not lie below {Path.cwd()} stay ({', '.join(left)}); --yes removes them")

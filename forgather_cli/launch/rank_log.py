@@ -31,7 +31,8 @@ class LogFile(io.TextIOBase):
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be opened."""
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a run of somebody else's may have a link here
+        self._file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
         self._failing = False
         self.terminal: TextIO = sys.stderr
         """Where errors of the process went before."""
