@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
-from forgather_cli.terminal.folding import folded, show_all_text
+from forgather_cli.terminal.folding import Escaped, folded, show_all_text
 
 _GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file: the lines are lost, and there may be room again
@@ -179,7 +179,7 @@ def rank_log(path: Path, *, terminal: bool = True) -> Iterator[LogFile]:
     """
     with contextlib.closing(LogFile(path)) as log, _copied(log) if terminal else _moved(log):
         handler = _CurrentStderr()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(Escaped("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         logging.getLogger().addHandler(handler)
         logging.getLogger("forgather_cli").setLevel(logging.INFO)
         faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)
