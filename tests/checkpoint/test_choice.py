@@ -138,9 +138,7 @@ def test_a_renamed_one_is_of_its_manifests_step(
     assert len(caplog.records) == 1
     clean(run)
     assert len(caplog.records) == 1
-    shutil.copytree(
-        run.checkpoint(1), run.checkpoint(9)
-    )  # a copy stays, and is no newer than what it is of
+    shutil.copytree(run.checkpoint(1), run.checkpoint(9))  # a copy stays, and is no newer than what it is of
     clean(run)
     assert run.checkpoint_steps() == [1, 2, 3, 9]
     assert newest_valid(run).step == 3
