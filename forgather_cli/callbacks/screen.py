@@ -97,10 +97,10 @@ def _progress(name: Stream) -> Progress:
                 yield Constrain(renderable, max(screen.width - 5, 10))
 
     return NarrowProgress(
-        TextColumn("{task.description}", table_column=Cell(no_wrap=True)),
+        TextColumn("{task.description}", markup=False, table_column=Cell(no_wrap=True)),
         BarColumn(bar_width=None, table_column=Cell(ratio=1, min_width=4)),
         MofNCompleteColumn(table_column=Cell(no_wrap=True)),
-        TextColumn("{task.fields[status]}", table_column=Cell(no_wrap=True)),
+        TextColumn("{task.fields[status]}", markup=False, table_column=Cell(no_wrap=True)),
         console=screen,
         auto_refresh=False,
         transient=True,

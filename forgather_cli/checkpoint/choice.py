@@ -48,9 +48,9 @@ def candidates(run: RunDir) -> list[Candidate]:
         except CheckpointError as error:
             found.append(Candidate(step, path, None, error))
         else:
-            if not is_abandoned(step, manifest.rollbacks, rollbacks):
-                found.append(Candidate(step, path, manifest))
-    return sorted(found, key=lambda each: (each.manifest is not None, not each.healthy))  # stable: newest first in each
+            if not is_abandoned(manifest.step, manifest.rollbacks, rollbacks):
+                found.append(Candidate(manifest.step, path, manifest))  # whatever the directory is named
+    return sorted(found, key=lambda each: (each.manifest is not None, not each.healthy, -each.step))
 
 
 def choose(run: RunDir, verify: Verify = BY_SIZE, found: Sequence[Candidate] | None = None) -> Candidate | None:

@@ -237,14 +237,14 @@ def open_whole(path: Path, remedy: str | None = None) -> Reader:
     return reader
 
 
-def instead_of(path: Path) -> str:
+def instead_of(path: Path, own: RunDir | None = None) -> str:
     """What to do where the checkpoint at ``path`` cannot be used: the newest other one of its run that is healthy and
     whole, for which this rank reads every byte of it, or that there is none. Where none is at ``path``, those that are
-    there.
+    there, or that the run ``own`` has.
     """
     place = path.absolute()
-    if not path.exists():
-        for run in (path.parent.parent, path.parent):
+    if not path.exists() or RunDir(path).checkpoints.is_dir():
+        for run in (path, path.parent.parent, path.parent, *([] if own is None else [own.root])):
             if steps := RunDir(run).checkpoint_steps():
                 names = [str(RunDir(run).checkpoint(step)) for step in steps]
                 return f"{run} has {', '.join(names[-5:])}" + (", and earlier ones" if len(names) > 5 else "")
@@ -258,8 +258,9 @@ def instead_of(path: Path) -> str:
     return "its run has no other checkpoint that is healthy and whole: start afresh"
 
 
-def named(path: Path, verify: Level = "full", group: Any = None) -> Reader:
+def named(path: Path, verify: Level = "full", group: Any = None, own: RunDir | None = None) -> Reader:
     """Collective in ``group``. The checkpoint that ``resume_from_checkpoint`` names, verified by all ranks together.
+    ``own``: the run that would go on from it.
 
     Raises CheckpointError on all ranks alike.
     """
@@ -270,7 +271,7 @@ def named(path: Path, verify: Level = "full", group: Any = None) -> Reader:
         raise CheckpointError(f"resume_from_checkpoint: {error}") from error
     except CheckpointError as error:
         raise CheckpointError(
-            f"resume_from_checkpoint: {error}; {on_rank_0(lambda: instead_of(path), group)}"
+            f"resume_from_checkpoint: {error}; {on_rank_0(lambda: instead_of(path, own), group)}"
         ) from error
     return reader
 

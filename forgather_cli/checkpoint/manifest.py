@@ -18,7 +18,6 @@ from forgather_cli.documents.fields import (
     FLAG,
     NUMBER,
     TEXT,
-    FieldError,
     FieldKind,
     check_fields,
     list_of,
@@ -29,7 +28,6 @@ from forgather_cli.documents.fields import (
 from forgather_cli.documents.messages import sent
 from forgather_cli.documents.regular_files import file_inside, read_json
 from forgather_cli.errors import CheckpointError
-from forgather_cli.run_dir import step_of
 from forgather_cli.terminal.bars import Bar
 
 NAME = "manifest.json"
@@ -220,12 +218,9 @@ def _decode(path: Path, document: Any) -> Manifest:
     if document.pop("checksum", None) != _checksum(document):
         raise DamagedError(f"{path}: is damaged (its content does not match its checksum)")
     try:
-        manifest = _build(document)
-        if step_of(path.parent) not in (None, manifest.step):
-            raise FieldError(f"step is {manifest.step}, in a directory named {path.parent.name}")
+        return _build(document)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(f"{path}: is damaged ({type(error).__name__}: {error})") from error
-    return manifest
 
 
 def _build(document: dict[str, Any]) -> Manifest:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[Checkpo
     """
     listed = [_info(step, run.checkpoint(step)) for step in run.checkpoint_steps()]
     found = [info for info in listed if info.path.exists()]  # a running job may have deleted some meanwhile
+    found.sort(key=lambda info: info.step)
     if rollbacks := read_rollbacks(run):
         found = [replace(info, abandoned=is_abandoned(info.step, info.rollbacks, rollbacks)) for info in found]
     rules = [info.best_by for info in found if info.best_by is not None]
@@ -85,7 +87,7 @@ def _info(step: int, path: Path) -> CheckpointInfo:
         foreign = isinstance(error, NewerFormatError) or not (path / NAME).exists()
         return CheckpointInfo(step, path, size, problem=str(error), foreign=foreign)
     return CheckpointInfo(
-        step=step,
+        step=manifest.step,  # whatever the directory is named
         path=path,
         size_bytes=size,
         created=manifest.created,
@@ -138,7 +140,8 @@ def delete_abandoned(run: RunDir) -> None:
 def clean(run: RunDir) -> None:
     """Remove what killed writers left behind. The caller holds the run directory, so nobody is writing now.
 
-    A checkpoint killed between the two renames that replace it gets its name back.
+    A checkpoint killed between the two renames that replace it gets its name back, and so does one that somebody has
+    given another step's.
     """
     if not run.checkpoints.is_dir():
         return
@@ -150,6 +153,12 @@ def clean(run: RunDir) -> None:
                 remove(path)
         except OSError as error:
             log.warning("%s: cannot remove this leftover of a killed job (%s)", path, error.strerror)
+    for path in map(run.checkpoint, run.checkpoint_steps()):
+        with suppress(CheckpointError, OSError):
+            own = run.checkpoint(read_manifest(path).step)
+            if not own.exists():
+                path.rename(own)
+                log.warning("%s: is of another step by its manifest, and is named %s again", path, own.name)
 
 
 EDITED = "edited"

@@ -27,9 +27,9 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import Overrides, RunPath, TrustConfig, check_overrides, or_latest, quoted
 from forgather_cli.errors import CheckpointError, ConfigError
-from forgather_cli.run_dir import RunDir, run_of, shown
+from forgather_cli.run_dir import RunDir, run_of, shown, step_of
 from forgather_cli.terminal.bars import doing
-from forgather_cli.terminal.folding import tell
+from forgather_cli.terminal.folding import escaped, tell
 
 if TYPE_CHECKING:
     from forgather_cli.checkpoint.load import Reader
@@ -106,6 +106,7 @@ def _print_list(found: list[CheckpointInfo]) -> None:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
         numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
         marks = {"best": info.best, "final": info.final, "not healthy": not info.healthy, "abandoned": info.abandoned}
+        marks[f"named {info.path.name}"] = step_of(info.path) != info.step
         told = "damaged" if info.problem else ", ".join(mark for mark, holds in marks.items() if holds)
         rows.append((str(info.step), *numbers, human_bytes(info.size_bytes), local_time(info.created), told))
         styles.append("red" if info.problem else "bold" if info.best else "")
@@ -174,8 +175,8 @@ def verify(source: RunOrCheckpoint, as_json: AsJson = False) -> None:
         print_json([{"path": str(path), "valid": not problems, "problems": problems} for path, problems in checked])
     else:
         for path, problems in checked:
-            typer.secho(f"{shown(path)}: {'damaged' if problems else 'ok'}", fg="red" if problems else "green")
-            typer.echo("".join(f"  {problem}\n" for problem in problems), nl=False)
+            typer.secho(escaped(f"{shown(path)}: {'damaged' if problems else 'ok'}"), fg="red" if problems else "green")
+            typer.echo(escaped("".join(f"  {problem}\n" for problem in problems)), nl=False)
     if any(problems for _, problems in checked):
         raise typer.Exit(1)
 
@@ -241,7 +242,7 @@ def average(
         print_json({"path": str(out), "sources": [str(member) for member in members]})
     else:
         tell(f"mean of {', '.join(member.name for member in members)}")
-        typer.echo(shown(out))
+        tell(shown(out))
 
 
 def _last_of(sources: list[Path], count: int) -> list[Path]:
@@ -299,7 +300,7 @@ def edit(
         command = ["forgather", "resume", shown(run.root), f"resume_from_checkpoint={quoted(path)}", *words]
         what = f"a plain forgather resume starts from {newest.path.name}; to resume from the edited one"
         tell(f"{what}: {shlex.join(command)}")
-    typer.echo(shown(reader.path))
+    tell(shown(reader.path))
 
 
 def _reader(source: Path) -> Reader:

@@ -32,7 +32,7 @@ from forgather_cli.launch.stacks import Standing, table
 from forgather_cli.run_dir import RunDir, shown
 from forgather_cli.runs.summary import holder_of, how_it_ended
 from forgather_cli.terminal.bars import doing
-from forgather_cli.terminal.folding import tell
+from forgather_cli.terminal.folding import escaped, tell
 
 _REDRAW = 1.0  # seconds
 
@@ -151,7 +151,7 @@ def _watch(entry: Entry) -> None:
                 console().clear()
                 print_facts(_facts(document))
             elif line != last:
-                typer.echo(line)
+                tell(line)
             last = line
         except ControlError:
             if entry not in registry.entries() or entry.is_running is False:
@@ -178,7 +178,7 @@ def stacks(job: Job = None, as_json: AsJson = False) -> None:
         standings = [Standing.from_document(raw) for raw in document["ranks"]]
     except (KeyError, TypeError):
         raise ControlError(f"{entry.job_id}: answered something else than where its ranks stand") from None
-    typer.echo("\n".join(table(standings)))
+    typer.echo(escaped("\n".join(table(standings))))
     for each in standings:
         if each.odd:
             tell(f"rank {each.rank} {each.odd}")
@@ -276,9 +276,9 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
     if as_json:
         print_json(command.document())
     elif command.state == DONE and command.checkpoint is not None:
-        typer.echo(shown(command.checkpoint))
+        tell(shown(command.checkpoint))
     elif command.state == DONE and name == ABORT:
-        typer.echo(f"{entry.job_id} is aborted, nothing was saved")
+        tell(f"{entry.job_id} is aborted, nothing was saved")
     elif command.state == DONE:
         tell(f"{entry.job_id} is stopped; no checkpoint was saved, since save_strategy=no")
     elif no_wait:
@@ -290,10 +290,15 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
 
 
 @app.command(cls=Command)
-def cleanup(as_json: AsJson = False) -> None:
-    """Remove what jobs of this machine have left behind that were killed."""
-    removed = registry.cleanup()
+def cleanup(
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Those of runs elsewhere, too.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove what killed jobs of this machine have left behind, whose runs lie below the working directory."""
+    removed = registry.cleanup(everywhere=yes)
     if as_json:
         print_json(removed)
-    else:
-        typer.echo("\n".join(f"removed {name}" for name in removed) or "nothing to remove")
+        return
+    tell("\n".join(f"removed {name}" for name in removed) or "nothing to remove")
+    if left := [place.name for place in registry.abandoned()]:
+        tell(f"{len(left)} of runs that do not lie below {Path.cwd()} stay ({', '.join(left)}); --yes removes them")

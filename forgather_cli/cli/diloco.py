@@ -298,7 +298,7 @@ def save(
         while (status := found.call("/status"))["checkpoint"] is None or status["checkpoint"] < wanted:
             time.sleep(_PAUSE)
     path = RunDir(Path(status["run"])).checkpoint(status["checkpoint"])
-    print_json({"round": status["checkpoint"], "checkpoint": str(path)}) if as_json else typer.echo(path)
+    print_json({"round": status["checkpoint"], "checkpoint": str(path)}) if as_json else tell(str(path))
 
 
 @app.command(cls=Command)
@@ -321,7 +321,7 @@ def stop(
     place = RunDir(Path(status["run"]))
     steps = place.checkpoint_steps() if place.root.is_dir() else [status["checkpoint"]]  # of another machine
     path = place.checkpoint(steps[-1])
-    print_json({"round": steps[-1], "checkpoint": str(path)}) if as_json else typer.echo(path)
+    print_json({"round": steps[-1], "checkpoint": str(path)}) if as_json else tell(str(path))
 
 
 # -------------------------------------------------------------------------------------------------------------- replay

@@ -22,7 +22,7 @@ from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.find import find_runs
 from forgather_cli.runs.summary import Summary, how_it_ended, ordered, summarize_all
 from forgather_cli.terminal.bars import doing
-from forgather_cli.terminal.folding import tell
+from forgather_cli.terminal.folding import escaped, tell
 
 _LOOK = 0.2  # seconds between two looks at a log that grows
 
@@ -212,7 +212,7 @@ def print_summaries(summaries: list[Summary], *, markdown: bool = False) -> None
     if markdown:
         lines = [[column.title for column in columns], ["---:" if column.right else "---" for column in columns]]
         for line in [*lines, *rows]:
-            print("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |")
+            print(escaped("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |"))
     else:
         print_table(columns, rows)
 

@@ -18,7 +18,7 @@ import typer
 from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.run_dir import shown
-from forgather_cli.terminal.folding import fold, tell
+from forgather_cli.terminal.folding import fold, rich_console, tell
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,10 +35,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document an
 
 def console(*, stderr: bool = False) -> Console:
     """A rich console that prints text as it is, to the width of the terminal; where it is none, no line ends early."""
-    from rich.console import Console
-
     stream = sys.stderr if stderr else sys.stdout
-    return Console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else NO_TERMINAL)
+    return rich_console(file=stream, highlight=False, markup=False, width=None if stream.isatty() else NO_TERMINAL)
 
 
 @dataclass(frozen=True)
@@ -170,7 +168,8 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 def json_text(value: Any, indent: int | None = 2, *, ensure_ascii: bool = False) -> str:
     """JSON of a value; not-a-number becomes null."""
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False, default=str)
+    text = json.dumps(_finite(value), indent=indent, ensure_ascii=ensure_ascii, allow_nan=False, default=str)
+    return text.translate({code: f"\\u{code:04x}" for code in range(0x7F, 0xA0)})  # others that a terminal obeys
 
 
 def _finite(value: Any) -> Any:

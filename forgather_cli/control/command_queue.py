@@ -43,8 +43,14 @@ class CommandQueue:
     # ------------------------------------------------------------------------------------------------ server's threads
 
     def submit(self, name: str) -> ControlCommand:
-        """Queue a command, one of ``command_record.COMMANDS``. Raises ControlError if too many are unfinished."""
+        """Queue a command, one of ``command_record.COMMANDS``. Raises ControlError if too many are unfinished.
+
+        A save that is asked for while another is under way is that one: many in a row would push out older checkpoints.
+        """
         with self._lock:
+            for each in map(self._commands.__getitem__, self._open):
+                if name == SAVE == each.command:
+                    return each
             if len(self._open) >= MAX_OPEN:
                 raise ControlError(f"{MAX_OPEN} commands wait for an answer already; ask again when the job has acted")
             command = ControlCommand(

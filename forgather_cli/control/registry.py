@@ -195,23 +195,26 @@ def resolve(word: str | None) -> Entry:
             gone = candidates[-1]
             raise ControlError(
                 f"{gone.job_id}: does not run any more (process {gone.pid} on {gone.hostname}, in {gone.run_dir}); "
-                "forgather control cleanup removes what it left"
+                f"forgather control cleanup{'' if gone.is_below else ' --yes'} removes what it left"
             )
     alive = running()
     there = f"; these are running:{_listed(alive)}" if alive else f", none is running on {socket.gethostname()}"
     raise ControlError(f"{word}: no such job{there}")
 
 
-def cleanup() -> list[str]:
-    """Remove the entries of this machine's jobs that have ended, and what cannot be read; returns their names.
+def cleanup(*, everywhere: bool) -> list[str]:
+    """Remove the entries of this machine's jobs that have ended, and what cannot be read; returns their names. Not
+    ``everywhere``: of runs below the working directory alone.
 
     Entries of other machines are left alone. Raises ControlError.
     """
     removed = []
     try:
         for place in abandoned():
-            _remove(place)
-            removed.append(place.name)
+            entry = _read(place)
+            if everywhere or (entry is not None and entry.is_below):
+                _remove(place)
+                removed.append(place.name)
     except OSError as error:
         raise ControlError(f"{error.filename}: cannot be removed: {error.strerror}; see {jobs_directory()}") from error
     return removed

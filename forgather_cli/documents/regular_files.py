@@ -22,7 +22,7 @@ from forgather_cli.errors import ForgatherError, SetupError
 log = logging.getLogger(__name__)
 
 MAX_BYTES = 100_000_000
-"""Of a document that is read whole; the limit of safetensors' own reader for its header."""
+"""Of a document that is read whole, or a line of one; the limit of safetensors' own reader for its header."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *SEPARATORS)
 """How files of records are called, which may be compressed besides; all others hold text."""

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import typer
 
 from forgather_cli import __version__
-from forgather_cli.cli.output import AsJson, human_bytes, only_json, print_facts, print_json
+from forgather_cli.cli.output import AsJson, console, human_bytes, only_json, print_facts, print_json
 from forgather_cli.terminal.bars import doing
-from forgather_cli.terminal.folding import tell
+from forgather_cli.terminal.folding import folded
 
 _FIRST = ("forgather", "torch", "python")
 _LITTLE, _NOTHING = 1 << 30, 64 << 20  # bytes free on a disk: soon too few, too few for the smallest run
@@ -61,11 +61,14 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print_json({**facts, "findings": [asdict(finding) for finding in findings], "can_train": not has_error})
     else:
+        from rich.text import Text
+
         print_facts(_page(facts))
         for finding in findings:
             colour = {"error": "red", "warning": "yellow", "to clean": "cyan"}[finding.weight]
-            weight = typer.style(finding.weight, fg=colour) if sys.stdout.isatty() else finding.weight
-            tell(f"{weight}: {finding.what}; {finding.remedy}")
+            text = Text(folded(f"{finding.weight}: {finding.what}; {finding.remedy}", sys.stdout))
+            text.stylize(colour, 0, len(finding.weight))
+            console().print(text, soft_wrap=True)
         if not has_error:
             typer.echo(f"this machine can train, on {facts['devices'][0]['name']}")
     raise typer.Exit(1 if has_error else 0)
@@ -256,7 +259,8 @@ def _leftovers(findings: list[Finding]) -> None:
         size, where = human_bytes(sum(map(size_of, folders))), ", ".join(map(str, folders))
         clean(f"temporary folders of killed jobs, {size}: {where}", "the next forgather train or resume removes them")
     if stale := len(list(abandoned())):
-        clean(f"entries of killed jobs in {jobs_directory()}: {stale}", "remove them by forgather control cleanup")
+        where = f"entries of killed jobs in {jobs_directory()}"
+        clean(f"{where}: {stale}", "remove them by forgather control cleanup --yes")
     for run in runs_below(OUTPUTS) if OUTPUTS.is_dir() else ():
         left = siblings(run.checkpoints) if run.checkpoints.is_dir() else []
         if left and not is_held(run):

@@ -12,7 +12,7 @@ from typing import IO
 
 from forgather_cli.errors import ConfigError, ForgatherError
 from forgather_cli.launch.exit_status import FAILED, ExitStatus, Kind
-from forgather_cli.terminal.folding import fold
+from forgather_cli.terminal.folding import escaped, fold, rich_console
 
 _SCREEN = 40  # lines of a traceback
 
@@ -28,7 +28,7 @@ def report_failure(status: ExitStatus, stream: IO[str] | None = None, *, rank_na
     if status.kind == Kind.ERROR and rank_named:
         print(f"rank {status.rank} failed:", file=stream)
     if status.kind == Kind.CUT:
-        print(status.message, file=stream, flush=True)
+        print(escaped(status.message), file=stream, flush=True)
     elif status.kind != Kind.ERROR:
         named = rank_named and status.kind == Kind.MISTAKE and status.code == FAILED
         message = f"rank {status.rank}: {status.message}" if named else status.message
@@ -38,19 +38,19 @@ def report_failure(status: ExitStatus, stream: IO[str] | None = None, *, rank_na
         left_out = len(lines) - _SCREEN
         if left_out > 0:
             lines[3 : 3 + left_out] = [f"  ... {left_out} lines, which are in the log ..."]
-        print("\n".join(lines), file=stream, flush=True)
+        print(escaped("\n".join(lines)), file=stream, flush=True)
 
 
 def _report(problems: list[str], stream: IO[str]) -> None:
+    problems = [*map(escaped, problems)]
     head, rest = (f"{len(problems)} config mistakes", problems) if len(problems) > 1 else (problems[0], [])
     if not stream.isatty():
         lines = [f"error: {head}", *(f"  - {problem}" for problem in rest)]
         print("".join(f"{line}\n" for line in lines), end="", file=stream, flush=True)  # in one write
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(file=stream, highlight=False)
+    console = rich_console(file=stream, highlight=False)
     width = shutil.get_terminal_size().columns
     for begin, below, problem in (("error: ", "", head), *(("  • ", "    ", problem) for problem in rest)):
         text = Text("\n".join(fold(begin + problem, width, below)))

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, TextIO, cast
 
-from forgather_cli.terminal.folding import folded, show_all_text
+from forgather_cli.terminal.folding import Escaped, folded, show_all_text
 
 _GONE = (errno.EPIPE, errno.EIO)  # a pipe without a reader, a terminal that was closed
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a file: the lines are lost, and there may be room again
@@ -31,7 +31,8 @@ class LogFile(io.TextIOBase):
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be opened."""
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a run of somebody else's may have a link here
+        self._file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
         self._failing = False
         self.terminal: TextIO = sys.stderr
         """Where errors of the process went before."""
@@ -178,7 +179,7 @@ def rank_log(path: Path, *, terminal: bool = True) -> Iterator[LogFile]:
     """
     with contextlib.closing(LogFile(path)) as log, _copied(log) if terminal else _moved(log):
         handler = _CurrentStderr()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
+        handler.setFormatter(Escaped("%(asctime)s %(levelname)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         logging.getLogger().addHandler(handler)
         logging.getLogger("forgather_cli").setLevel(logging.INFO)
         faulthandler.register(signal.SIGUSR2, file=log, all_threads=True)

@@ -97,6 +97,8 @@ class RunLock:
                 finally:
                     self._traces = self._training_traces()
             for log in map(run.rank_log, range(ranks)):
+                if log.is_symlink():  # of somebody else's, to any file
+                    log.unlink()
                 if log.exists():  # it is appended to
                     self._undo.callback(os.truncate, log, log.stat().st_size)
                 else:

@@ -36,7 +36,7 @@ from forgather_cli.launch.signals import STOP_SIGNALS
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import Summary, state_of, summarize, summarize_or_state
 from forgather_cli.terminal.bars import doing
-from forgather_cli.terminal.folding import tell
+from forgather_cli.terminal.folding import escaped, tell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -269,7 +269,7 @@ class _Sweep:
             stream.seek(0)
             lines = stream.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
         if code not in (DONE, *_SIGNALLED):
-            print("\n".join([f"{self._head(ended.number)} {state}:", *lines]), file=sys.stderr)
+            print(escaped("\n".join([f"{self._head(ended.number)} {state}:", *lines])), file=sys.stderr)
 
     def _table(self) -> RenderableType:
         """How all jobs stand; only those that run where the screen is too low for all."""

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal
 
+from forgather_cli.terminal.folding import escaped, rich_console
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -71,7 +73,7 @@ def _say_what_is_done(over: threading.Event) -> None:
             if text in {*_said, ""} or _open or local_rank != "0":
                 continue
             _said.add(text)
-            line = f"{text} ..." if rank == "0" else f"rank {rank}: {text} ..."
+            line = escaped(f"{text} ..." if rank == "0" else f"rank {rank}: {text} ...")
             dim = sys.stderr.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
             print(f"\x1b[2m{line}\x1b[0m" if dim else line, file=sys.stderr, flush=True)
 
@@ -100,7 +102,6 @@ class Bar:
         """``total`` None: it is not known."""
         self._done, self._total = done, total
         if self._bar is None and self._shown and not _open and time.monotonic() >= self._from:
-            from rich.console import Console
             from rich.progress import (
                 BarColumn,
                 DownloadColumn,
@@ -112,14 +113,14 @@ class Bar:
                 TimeRemainingColumn,
             )
 
-            columns: list[ProgressColumn] = [TextColumn(self._what), BarColumn()]
+            columns: list[ProgressColumn] = [TextColumn("{task.description}", markup=False), BarColumn()]
             if self._unit is None:
                 columns.append(TimeElapsedColumn())
             else:
                 counts = DownloadColumn() if self._unit == "bytes" else MofNCompleteColumn()
                 columns += [counts, TimeRemainingColumn()]
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._bar.add_task("", total=total)
+            self._bar = Progress(*columns, console=rich_console(stderr=True), transient=True)
+            self._task = self._bar.add_task(self._what, total=total)
             open_bar(self._bar)
         if self._bar is not None:
             self._bar.update(self._task, completed=done, total=total)

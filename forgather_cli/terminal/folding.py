@@ -1,12 +1,20 @@
-"""Text for people in a terminal: rows end between words, and never inside a path, an id or a command."""
+"""Text for people in a terminal: rows end between words, and never inside a path, an id or a command; what others have
+written drives none.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from io import TextIOWrapper
-from typing import TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.segment import Segment
 
 _PIECE = re.compile(
     # a command: variables, the program, a group's name, the command's, and arguments, which are no plain English words
@@ -16,6 +24,33 @@ _PIECE = re.compile(
     r"|\S+"
 )
 """What one copies, or a word."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def escaped(text: str) -> str:
+    """``text`` with escapes for what a terminal obeys, but for tabs and ends of lines: it may be of a file, a name or a
+    model of anybody's.
+    """
+    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+
+
+class Escaped(logging.Formatter):
+    """Of log records."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
+def rich_console(**settings: Any) -> Console:
+    """A console of rich's that draws texts ``escaped``, whoever has made what it draws."""
+    from rich.console import Console
+
+    class Escaping(Console):
+        def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
+            for part in super().render(*args, **kwargs):
+                yield part if part.control else part._replace(text=escaped(part.text))
+
+    return Escaping(**settings)
 
 
 def fold(text: str, width: int, indent: str = "") -> list[str]:
@@ -38,8 +73,10 @@ def fold(text: str, width: int, indent: str = "") -> list[str]:
 
 def show_all_text() -> None:
     """Have standard output and standard error write escapes for what their encoding lacks, and for what is no UTF-8 in
-    the name of a file: for a terminal that cannot show a letter nothing fails.
+    the name of a file: for a terminal that cannot show a letter nothing fails. Warnings without a log are ``Escaped``.
     """
+    if logging.lastResort is not None:
+        logging.lastResort.setFormatter(Escaped())
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):  # and no notebook's
             stream.reconfigure(errors="backslashreplace")
@@ -53,6 +90,7 @@ def tell(text: str, stream: TextIO | None = None) -> None:
 
 def folded(text: str, stream: TextIO) -> str:
     """``text`` as ``tell`` prints it."""
+    text = escaped(text)
     return "\n".join(fold(text, shutil.get_terminal_size().columns)) if stream.isatty() else text
 
 

@@ -204,7 +204,7 @@ class Checkpoints:
         if isinstance(resume, str) and not resume.strip():
             raise CheckpointError("resume_from_checkpoint: is empty; name a checkpoint, or give True for the newest")
         if resume is not True:
-            return named(Path(str(resume)), verify, group)
+            return named(Path(str(resume)), verify, group, self._run.run_dir)
         newest = newest_valid(self._run.run_dir, verify, group)
         if newest is None:
             log.info("no checkpoint in %s yet: starting fresh", shown(self._run.run_dir.root))

@@ -239,7 +239,7 @@ progress.on_train_end(None, TrainerState(), None)
     after = shown_lines(output[output.index("sample 1 at step 100") :])
     assert not any(line.startswith("samples") for line in after)
     sample = [line for line in after if not line.startswith("train ")]
-    assert sample[:2] == ["sample 1 at step 100", "  │ de[/b]\N{REPLACEMENT CHARACTER}[2J"]
+    assert sample[:2] == ["sample 1 at step 100", "  │ de[/b]\\x1b[2J"]
     assert "\n" + sample[1].removeprefix("  │ ") in (tmp_path / "samples.txt").read_text()
     assert "\x1b[2J" not in output
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 import saving
+from program import forgather
 
 from forgather_cli.checkpoint.choice import candidates, choose, would_resume
 from forgather_cli.checkpoint.load import Reader, healthy_ones, instead_of, newest_valid
-from forgather_cli.checkpoint.manifest import Manifest
+from forgather_cli.checkpoint.manifest import BestBy, Manifest
+from forgather_cli.checkpoint.retention import clean, deletable, list_checkpoints
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback
 from forgather_cli.errors import CheckpointError
 from forgather_cli.launch.exit_status import ExitStatus, Kind
@@ -111,3 +114,31 @@ def test_the_last_line_of_a_run_names_what_a_resume_takes(run: RunDir, capsys: p
     for step in (1, 2, 4, 5):
         (run.checkpoint(step) / "state.json").unlink()
     assert told() == ""  # a resume would find none
+
+
+def test_a_renamed_one_is_of_its_manifests_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = saving.saved_run(tmp_path, 1, 2, 3)
+    run.checkpoint(1).rename(run.checkpoint(9))
+    assert [each.step for each in candidates(run)] == [3, 2, 1]
+    assert choose(run).step == 3
+    listed = list_checkpoints(run)
+    assert [(info.step, info.path.name, info.problem) for info in listed] == [
+        (1, "step-00000009", None), (2, "step-00000002", None), (3, "step-00000003", None),
+    ]  # fmt: skip
+    gone = deletable(listed, limit=2, num_best=0, best_by=BestBy("loss", False))
+    assert [info.path for info in gone] == [run.checkpoint(9)]
+    assert forgather("checkpoint", "list", str(run.root)) == 0
+    out = capsys.readouterr().out
+    assert out.count("named step-") == 1
+    assert "named step-00000009" in out
+    clean(run)  # as a resume begins
+    assert run.checkpoint_steps() == [1, 2, 3]
+    assert len(caplog.records) == 1
+    clean(run)
+    assert len(caplog.records) == 1
+    shutil.copytree(run.checkpoint(1), run.checkpoint(9))  # a copy stays, and is no newer than what it is of
+    clean(run)
+    assert run.checkpoint_steps() == [1, 2, 3, 9]
+    assert newest_valid(run).step == 3

@@ -243,7 +243,7 @@ def test_a_state_that_is_no_object_is_damage_like_other(file: str, content: str,
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("step", 20), ("step", -2), ("step", 10**400), ("metrics", {"loss": 10**400}), ("metrics", {"loss": "x"}),
+    [("step", -2), ("step", 10**400), ("metrics", {"loss": 10**400}), ("metrics", {"loss": "x"}),
      ("best_by", {"metric": "loss"}), ("holders", []), ("buffers", [1]), ("components", [])], ids=str,
 )  # fmt: skip
 def test_a_wrong_field_of_a_manifest_is_damage(field: str, value: Any, said: Said) -> None:
@@ -292,3 +292,11 @@ def test_one_rank_of_two_tells_and_none_waits() -> None:
         assert "Traceback" not in text
         assert text.count("error: ") == 1, text
         assert told in text
+
+
+def test_a_manifest_of_another_step_than_its_state_is_damage(said: Said) -> None:
+    put(STEP_2 / "manifest.json", ("step",), 20)
+    resign(STEP_2)
+    text = said("resume", "RUN", "max_steps=24")
+    assert "is damaged" in text
+    assert f"use {STEP_1}, the newest other one that is healthy and whole" in text

@@ -217,10 +217,26 @@ def test_a_checkpoint_that_is_damaged_mistyped_or_not_named_at_all(program: Prog
         assert refused(typed) == said
     for typed in ("", "''", "' '"):
         assert refused(typed).startswith("resume_from_checkpoint: is empty; name a checkpoint")
+    assert refused("trained").endswith(f"in checkpoints/; trained has {STEP_1}, {STEP_2}")
     damage(Path(STEP_2, WEIGHTS), flip(-1))
     said = f"resume_from_checkpoint: {STEP_2}: is damaged: model/model.safetensors has other content than was written"
     assert refused(STEP_2).startswith(said)
     assert f"use {STEP_1}, the newest other" in refused(STEP_2)
+
+
+@pytest.mark.parametrize("typed", ["step-2", "checkpoints/step-00000009", "{old}/checkpoints/step-00000002", "x/y/z"])
+def test_a_mistyped_one_is_told_what_there_is_wherever_it_is_called_and_the_run_lies(
+    program: Program, trained: Path, monkeypatch: pytest.MonkeyPatch, typed: str
+) -> None:
+    typed = typed.format(old=trained.absolute())
+    Path("elsewhere").mkdir()
+    moved = trained.rename("elsewhere/moved").absolute()
+    there = ", ".join(str(moved / "checkpoints" / f"step-0000000{step}") for step in (1, 2))
+    for directory, run in ((".", moved), ("elsewhere", Path("moved")), (moved, Path("."))):
+        monkeypatch.chdir(directory)
+        said = program.refuses("resume", str(run), f"resume_from_checkpoint={typed}")
+        assert said == f"resume_from_checkpoint: {typed}: no such checkpoint directory; {moved} has {there}"
+        monkeypatch.chdir(moved.parents[1])
 
 
 def test_a_damaged_newest_one_is_passed_over_and_without_another_refused(program: Program, trained: Path) -> None:

@@ -81,7 +81,7 @@ def test_a_job_is_told_by_more_than_its_id_and_its_pid() -> None:
     register(entry("other", process_start_time="1@boot"), "a" * 64)  # its pid was given to another process
     with pytest.raises(ControlError, match="other: does not run any more"):
         resolve("other")
-    assert registry.cleanup() == ["other"]
+    assert registry.cleanup(everywhere=False) == ["other"]
 
 
 def test_a_process_that_only_waits_for_its_parent_does_not_run() -> None:
@@ -144,6 +144,7 @@ def test_cleanup_removes_what_ended_or_is_torn_and_leaves_others_alone(
 ) -> None:
     register(entry("alive"), None)
     register(entry("dead", **ended), "a" * 64)
+    register(entry("away", "../away/run", **ended), "a" * 64)
     register(entry("foreign", hostname="elsewhere", **ended), None)
     jobs = home / "forgather/jobs"
     for name, text in (("torn", '{"job_id": "torn"'), ("empty", ""), ("renamed", json.dumps(asdict(entry("alive"))))):
@@ -153,9 +154,17 @@ def test_cleanup_removes_what_ended_or_is_torn_and_leaves_others_alone(
     outside = home / "outside"
     outside.mkdir()
     (jobs / "link").symlink_to(outside)
-    assert {e.job_id: e.is_running for e in entries()} == {"alive": True, "dead": False, "foreign": None}
+    assert {e.job_id: e.is_running for e in entries()} == {"alive": True, "away": False, "dead": False, "foreign": None}
     assert [e.job_id for e in running()] == ["alive"]
-    assert document(capsys, "control", "cleanup") == ["dead", "empty", "renamed", "torn"]
+    assert document(capsys, "control", "cleanup") == ["dead"]
+    code, out, _ = printed(capsys, "control", "cleanup")
+    assert (code, out.splitlines()[0]) == (0, "nothing to remove")
+    assert "4 of runs that do not lie below" in out
+    assert "(away, empty, renamed, torn)" in out
+    assert {"away", "empty", "renamed", "torn"} <= {path.name for path in jobs.iterdir()}
+    with pytest.raises(ControlError, match=r"away: does not run any more .* forgather control cleanup --yes removes"):
+        resolve("away")
+    assert document(capsys, "control", "cleanup", "--yes") == ["away", "empty", "renamed", "torn"]
     assert sorted(p.name for p in jobs.iterdir()) == [".new.1.tmp", "alive", "foreign", "link"]
     assert outside.is_dir()
     assert printed(capsys, "control", "cleanup") == (0, "nothing to remove\n", "")

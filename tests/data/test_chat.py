@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +118,63 @@ def test_a_template_that_took_too_long_is_not_tried_again(monkeypatch: pytest.Mo
         monkeypatch.setattr(sandbox, "RENDERING_SECONDS", seconds)
         with pytest.raises(DataError, match=r"refuses these messages \(it has not come to its end"):
             template.render(TALK)
+
+
+BIG = "'x'*9999999"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "m|center(10**9)", "'x'|center(1000000000)", "m|center(width=10**9)", "m.center(10**9)", "m.ljust(10**9)",
+        "m.zfill(10**9)|length", "(m|attr('rjust'))(10**9)", "['x']|map('center', 10**9)|list", "m.expandtabs(10**7)",
+        f"m|indent({BIG})", "m|indent(10**7)", f"m|wordwrap(1, wrapstring={BIG})", f"m|replace('a', {BIG})",
+        f"m|replace(new={BIG}, old='a')", f"m.replace('', {BIG})", f"m|join({BIG})", f"({BIG}).join(m|map('upper'))",
+        f"([{{'c': {BIG}}}]*1000)|join('', attribute='c')", "'%1000000000s'|format(1)", "'%*d' % (10**9, 1)",
+        "'%.1000000000f' % 1.5", f"('%s'*1000) % (({BIG},)*1000)", "'{:1000000000}'.format(1)",
+        "'{:{}{}}'.format(1, 9, 99999999)", f"('{{0}}'*1000).format({BIG})",
+        "'{a:>{b}}'.format_map({'a': 1, 'b': 10**9})", "lipsum(n=10**9)",
+    ],
+)  # fmt: skip
+def test_what_a_template_makes_of_a_text_is_bounded(expression: str) -> None:
+    source = "{% set m = messages[0].content %}{{ " + expression + " }}"
+    talk = [says("user", "a" * 1000 + "\t" * 1000 + "\n" * 1000)]
+    tracemalloc.start()
+    try:
+        for render in (ChatTemplate(source, {}).render, ChatTemplate(source, {}).render_spans):
+            with pytest.raises(DataError, match=r"^the chat template refuses these messages \("):
+                render(talk)
+        assert tracemalloc.get_traced_memory()[1] < 150_000_000
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        "{% for i in range(1000) %}{{ b }}{% endfor %}",
+        "{% set c %}{% for i in range(1000) %}{{ b }}{% endfor %}{% endset %}",
+        "{% macro m() %}{% for i in range(1000) %}{{ b }}{% endfor %}{% endmacro %}{{ m()|length }}", "{{ b ~ b ~ b }}",
+    ],
+)  # fmt: skip
+def test_what_a_template_writes_is_bounded(made: str) -> None:
+    template = ChatTemplate("{% set b = " + BIG + " %}" + made, {})
+    for render in (template.render, template.render_spans):
+        with pytest.raises(DataError, match=r"\(it writes more than 10,000,000 characters\)"):
+            render(TALK)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("{{ '%d of %s'|format(20000000, 'x') }}", "20000000 of x"),
+        ("{{ '%5.1f|%-4s|' % (2.5, 'ab') }}{{ '%(a)s%%' % {'a': 3} }}{{ 7 % 4 }}", "  2.5|ab  |3%3"),
+        ("{{ 'Date: 20260101 {:>5}{}'.format('x', 1700000000) }}", "Date: 20260101     x1700000000"),
+        ("{{ '{a}'.format_map({'a': 'b'}) }}{{ 'x'.format() }}", "bx"),
+        ("{{ [20000000, 2]|join(', ') }}{{ [{'a': 1}, {'a': 2}]|join('-', attribute='a') }}", "20000000, 21-2"),
+        ("{{ '-'.join(['a', 'b']|map('upper')) }}{{ ['a', 'b']|map('upper')|join }}", "A-BAB"),
+        ("{{ 'a\nb'|indent(2) }}{{ 'abc'.replace('b', 'xx')|replace('a', '')|center(7) }}", "a\n  b  xxc  "),
+    ],
+)
+def test_texts_are_made_as_jinja_makes_them(source: str, text: str) -> None:
+    assert ChatTemplate(source, {}).render(TALK) == text

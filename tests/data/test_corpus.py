@@ -318,3 +318,38 @@ def test_a_full_disk_is_told_and_leaves_nothing(tmp_path: Path) -> None:
         error = Stepwise(build_on_a_full_disk, path, tmp_path / "cache", processes).ends()
         assert "data.cache_dir: cannot write the data cache (File too large" in error
         assert list((tmp_path / "cache" / "tokens").iterdir()) == []
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize(
+    ("name", "begins", "line"),
+    [
+        ("a.jsonl", '{"text": "a"}\n{"text": "', 2), ("a.json", '{"text": "a"}\n{"text": "', 2),
+        ("list.json", '[{"text": "', None), ("a.csv", 'text\n"a\n', 3),
+    ],
+)  # fmt: skip
+def test_what_a_line_of_a_compressed_file_becomes_is_bounded(
+    tmp_path: Path, suffix: str, name: str, begins: str, line: int | None
+) -> None:
+    """Without the bound it becomes 1 GB."""
+    path = tmp_path / f"{name}{suffix}"
+    path.write_bytes(COMPRESS[suffix](begins.encode()) + COMPRESS[suffix](b"x" * 8_000_000) * 125)
+    tracemalloc.start()
+    try:
+        with pytest.raises(DataError, match=rf"{name}{suffix}:{line or ''}.* more than 100,000,000 bytes"):
+            documents(path)
+        assert tracemalloc.get_traced_memory()[1] < 300_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_line_of_a_later_part_is_told_by_its_number_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "MAX_BYTES", 500)
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "0123456789"}\n' * 200 + '{"text": "' + "x" * 600 + '"}\n')
+    last = parts_of(path)[-1]
+    assert last.start
+    with pytest.raises(DataError, match=rf"^{path}:201: has more than 500 bytes; split it, or remove it$"):
+        documents(path, last)

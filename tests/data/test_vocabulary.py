@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,8 @@ from forgather_cli.config.decode import dump_tree
 from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.schema import DataTarget
 from forgather_cli.data.build import load_data
-from forgather_cli.data.text.tokenizer import ByteTokenizer, train_bpe
-from forgather_cli.errors import ModelError, PartError
+from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
+from forgather_cli.errors import DataError, ModelError, PartError
 from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 
@@ -175,3 +176,25 @@ def test_a_plan_says_unknown_where_it_does_not_know(tmp_path: Path, capsys: pyte
     assert made.flops_per_token is None  # the length of sequences is not known
     assert forgather("plan", "--fit", *words) == 2
     assert "model.vocab_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "normalizer",
+    [
+        {"type": "Precompiled", "precompiled_charsmap": "AAQAAAD/////////////////////"},  # breaks when it is read
+        {"type": "Precompiled", "precompiled_charsmap": "AAAAAAAAAAAAAAAAAAAAAAAA"},  # at any text
+        {"type": "Replace", "pattern": {"Regex": "(a+)+X"}, "content": "x"},  # at this one
+    ],
+)
+def test_a_tokenizer_at_which_its_library_panics_is_told(tmp_path: Path, normalizer: dict[str, Any]) -> None:
+    train_bpe([TEXT], 270, tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer/tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"normalizer": normalizer}))
+    told = rf"^data\.tokenizer: the tokenizers library cannot use {file} \(.+\); give another tokenizer$"
+    with pytest.raises(DataError, match=told):
+        FileTokenizer(tmp_path / "tokenizer").encode("a" * 100)
+    (tmp_path / "a.txt").write_text("a" * 100)
+    words = ["data=text", f"data.files=[{tmp_path}/a.txt]", f"data.tokenizer={file.parent}"]
+    option = load_config(None, [*words, f"cache_dir={tmp_path}/cache", "data.tokenize_processes=2"]).config.data
+    with pytest.raises(DataError, match=told):
+        load_data(option, seed=0)

@@ -65,7 +65,7 @@ def test_leftovers_of_killed_processes_are_found(machine: Path, capsys: pytest.C
     assert len(found) == 4
     words = ("forgather-job-", "entries of killed jobs", "2.9 KiB", "unfinished builds")
     assert all(word in told for told, word in zip(found, words, strict=True))
-    assert forgather("control", "cleanup") == 0
+    assert forgather("control", "cleanup", "--yes") == 0
     with temporary_folder("job"):  # as the next job
         pass
     assert forgather("runs", "remove", str(run), "--yes") == 2  # not without the lock of a job

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
@@ -17,13 +19,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
+from forgather_cli.documents.regular_files import MAX_BYTES
+
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
 
 RENDERING_SECONDS = 5.0
 """For one conversation; hundreds of turns take milliseconds."""
-_MAX_LENGTH = 10_000_000  # characters or items of what an operator makes
+_MAX_LENGTH = 10_000_000  # characters of a conversation; characters or items of what an operator makes
+_GROWING = (
+    "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace", "rjust", "wordwrap", "zfill"
+)  # fmt: skip
+"""Filters and methods that may make a large text of a small one."""
+_SPECS = {"*": re.compile(r"%(?:\([^)]*\))?([^A-Za-z%]*)"), "{": re.compile(r"\{[^{}]*:([^{}]*\{?)")}
+"""Of ``%`` and of ``format``, by what stands for a width that is given with the values."""
 
 
 @dataclass
@@ -43,15 +53,19 @@ class TooSlow(jinja2.TemplateError):
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """Templates that end: loops and macros look at the clock, operators at the size of what they make."""
+    """Templates that end: loops and macros look at the clock, operators, filters and methods at the size of what they
+    make."""
 
-    intercepted_binops = frozenset(["*", "**", "+"])
+    intercepted_binops = frozenset(["*", "**", "+", "%"])
+    concat = staticmethod(lambda pieces: "".join(within_bound(pieces)))
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._until = 0.0
         self._trace: Trace | None = None
         self.globals |= {"_tick": self._tick, "_step": self._step, "_end": self._end, "_concat": _concat}
+        del self.globals["lipsum"]  # as many words as a template likes
+        self.filters |= {name: _bounded(name, self.filters[name]) for name in _GROWING if name in self.filters}
 
     def begin(self, trace: Trace | None = None) -> None:
         """A rendering begins, which notes in ``trace`` what there is to note."""
@@ -85,6 +99,9 @@ class Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if type(left) is str and type(right) is str and operator == "+" and len(left) + len(right) <= _MAX_LENGTH:
             return left + right  # nearly all that templates do: a sixth of the time of a conversation
+        if operator == "%" and isinstance(left, str):
+            values = right.values() if isinstance(right, Mapping) else right if isinstance(right, tuple) else [right]
+            _check_growth("%", left, values)
         if operator == "**":
             too_large = abs(right) > 1000 or abs(left) > 1_000_000
         else:
@@ -95,6 +112,59 @@ class Environment(ImmutableSandboxedEnvironment):
         if too_large:
             raise jinja2.TemplateError(f"what {operator} makes in it is too large")
         return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        method = getattr(called, "__wrapped__", called)  # Jinja wraps str.format
+        text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
+        if isinstance(text, str) and name in _GROWING:
+            args = ([*args[0]],) if name == "join" and args else args  # it may be a generator
+            given = args[0] if name == "join" and args else args[0].values() if name == "format_map" and args else args
+            _check_growth(name, text, [*given, *kwargs.values()])
+        return super().call(context, called, *args, **kwargs)
+
+
+def _bounded(name: str, filter_: Callable[..., str]) -> Callable[..., str]:
+    """A filter of Jinja's that looks at the size of what it will make."""
+    at = int(hasattr(filter_, "jinja_pass_arg"))  # the value's place
+
+    @functools.wraps(filter_)
+    def bounded(*args: Any, **kwargs: Any) -> str:
+        value, given = args[at], [*args[at + 1 :], *kwargs.values()]
+        if name == "join":
+            value, given = given, [*value]
+            args = (*args[:at], given, *args[at + 1 :])  # it may have been a generator
+        _check_growth("%" if name == "format" else name, str(value), given)
+        return filter_(*args, **kwargs)
+
+    return bounded
+
+
+def _check_growth(name: str, text: str, given: Iterable[Any]) -> None:
+    """Raise where a filter or method would make too much of a text: ``MAX_BYTES`` characters or more."""
+    texts = [*within_bound(map(str, given))]
+    largest = max([0, *map(len, texts)])
+    if name == "join":  # which the text separates
+        grown = len(text) * len(texts)
+    elif name == "replace":
+        grown = max([0, *map(text.count, texts)]) * largest
+    elif name in ("%", "format", "format_map"):
+        mark = "*" if name == "%" else "{"
+        widths = re.findall(r"\d+", " ".join(_SPECS[mark].findall(text)).replace(mark, str(MAX_BYTES)))
+        grown = (text.count("%") + text.count("{")) * max([largest, *map(int, widths)])
+    else:
+        grown = (len(text) + 1) * max([largest, *(each for each in given if isinstance(each, int))])
+    if grown >= MAX_BYTES:
+        raise jinja2.TemplateError(f"what {name} makes in it is too large")
+
+
+def within_bound(pieces: Iterable[str]) -> Iterator[str]:
+    """The pieces of a text, as long as it is none too large."""
+    length = 0
+    for piece in pieces:
+        length += len(piece)
+        if length > _MAX_LENGTH:
+            raise jinja2.TemplateError(f"it writes more than {_MAX_LENGTH:,} characters")
+        yield piece
 
 
 class _Guards(NodeTransformer):
@@ -144,10 +214,7 @@ def _call(name: str, at: nodes.Node, *arguments: nodes.Expr) -> nodes.Node:
 
 
 def _concat(*parts: Any) -> str:
-    texts = [str(part) for part in parts]
-    if sum(map(len, texts)) > _MAX_LENGTH:
-        raise jinja2.TemplateError("what ~ makes in it is too large")
-    return "".join(texts)
+    return "".join(within_bound(map(str, parts)))
 
 
 class Turns(Extension):

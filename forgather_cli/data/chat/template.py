@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jinja2
 from jinja2 import meta, nodes
 
-from forgather_cli.data.chat.sandbox import Span, TooSlow, Trace, Turns, sandbox
+from forgather_cli.data.chat.sandbox import Span, TooSlow, Trace, Turns, sandbox, within_bound
 from forgather_cli.data.text.tokenizer import special_tokens
 from forgather_cli.documents.regular_files import read_json_object, read_text
 from forgather_cli.errors import DataError
@@ -189,7 +189,7 @@ class ChatTemplate:
     def _made(self, messages: Sequence[Message], tools: Sequence[Any] | None) -> _Made:
         trace, variables = Trace(), self._variables(messages, False, tools)
         with self._rendering(trace):
-            for piece in self._template.generate(variables):
+            for piece in within_bound(self._template.generate(variables)):
                 trace.pieces.append(piece)
         return _Made(self, messages, tools, trace, variables["messages"])
 

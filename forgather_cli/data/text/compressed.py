@@ -115,7 +115,8 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         while not self._output:
-            if not self._input and not (data := self._raw.read(_CHUNK)):
+            # a little at a time: 4 bytes may become 128 KiB
+            if not self._input and not (data := self._raw.read(1 << 12)):
                 if self._frame is not None:
                     raise _Damaged("it ends in the middle")
                 return 0

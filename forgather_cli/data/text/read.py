@@ -10,16 +10,16 @@ import contextlib
 import csv
 import importlib
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from forgather_cli.data.text.compressed import CODECS, Opened, opened
 from forgather_cli.documents.json_and_yaml import check_text, parse_json
-from forgather_cli.documents.regular_files import GIVE_RECORDS, RECORDS, SEPARATORS, not_utf8, open_file
+from forgather_cli.documents.regular_files import GIVE_RECORDS, MAX_BYTES, RECORDS, SEPARATORS, not_utf8, open_file
 from forgather_cli.errors import DataError
 
 _CHUNK = 1 << 20  # characters that are encoded at once
@@ -320,19 +320,22 @@ def _objects(path: Path, damage: Damage, part: FilePart) -> Iterator[Record | Ba
     is_list = False
     if kind_of(path) == ".json":  # one list of records, as Alpaca's and ShareGPT's are, or a record a line
         with opened(path) as file:
-            first = next((line for line in file.handle if not _is_blank(line)), b"")
+            first = next((part for part in iter(partial(file.handle.readline, PIECE), b"") if not _is_blank(part)), b"")
         is_list = first.lstrip(_BOM + b" \t").startswith(b"[")
     with opened(path) as file:
         if is_list:
             try:
-                content = file.handle.read()
+                codec = codec_of(path)  # a plain one is as large as it looks
+                content = file.handle.read(MAX_BYTES + 1 if codec else -1)
+                if codec and len(content) > MAX_BYTES:
+                    raise DataError(f"{path}: a list of more than {MAX_BYTES:,} bytes; decompress it, or write jsonl")
                 if problem := not_utf8(content):
                     raise DataError(f"{path}: {problem}")
                 values: Iterable[Any] = parse_json(content.decode().lstrip("\ufeff \t\r\n"), any_text=True)
             except ValueError as error:
                 raise DataError(f"{path}: not JSON ({error}); mend it") from error
         else:
-            values = _lines(file, part)
+            values = _lines(path, file, part)
         for number, value in enumerate(values, 1):
             try:
                 if is_list:
@@ -354,7 +357,7 @@ def _objects(path: Path, damage: Damage, part: FilePart) -> Iterator[Record | Ba
 
 def _cells(path: Path, damage: Damage) -> Iterator[Record | BadRow]:
     """The rows below the header of a csv or tsv file, each with the number of its first line. Cells are texts."""
-    csv.field_size_limit(sys.maxsize)  # of this process; 131,072 characters otherwise
+    csv.field_size_limit(MAX_BYTES)  # of this process; 131,072 characters otherwise
     with opened(path) as file:
 
         def text(line: bytes) -> str:
@@ -362,7 +365,7 @@ def _cells(path: Path, damage: Damage) -> Iterator[Record | BadRow]:
                 raise DataError(f"{path}: {problem}")
             return _decode(line, path, damage)
 
-        reader = csv.reader(map(text, file.handle), delimiter=SEPARATORS[kind_of(path)], strict=True)
+        reader = csv.reader(map(text, _lines(path, file)), delimiter=SEPARATORS[kind_of(path)], strict=True)
         line = 1
         try:
             names = next(reader, [])
@@ -383,10 +386,13 @@ def _is_blank(line: bytes) -> bool:
     return not line.removeprefix(_BOM).strip()
 
 
-def _lines(file: Opened, part: FilePart) -> Iterator[bytes]:
+def _lines(path: Path, file: Opened, part: FilePart = WHOLE) -> Iterator[bytes]:
     file.seek(part.start)
     position = part.start
-    for line in file.handle:
+    for number, line in enumerate(iter(partial(file.handle.readline, MAX_BYTES + 1), b""), 1):
+        if len(line) > MAX_BYTES:  # of a compressed file a few bytes may become any number
+            line_number = rows_before(path, part) + number
+            raise DataError(f"{path}:{line_number}: has more than {MAX_BYTES:,} bytes; split it, or remove it")
         yield line
         position += len(line)
         if part.stop is not None and position >= part.stop:

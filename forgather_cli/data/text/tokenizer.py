@@ -12,7 +12,8 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -284,17 +285,18 @@ class FileTokenizer:
     ) -> None:
         import tokenizers
 
-        path = directory / "tokenizer.json"
+        self._file = path = directory / "tokenizer.json"
         if not path.exists():
             raise DataError(
                 f"data.tokenizer: no tokenizer.json in {str(directory)!r}; give bytes, bpe or a directory that "
                 f"AutoTokenizer.from_pretrained(...).save_pretrained(directory) wrote"
             )
-        try:
-            content = read_bytes(path)  # first: the library waits at a pipe
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise DataError(f"data.tokenizer: cannot read {path} ({error})") from error
+        with _panics_told(path):
+            try:
+                content = read_bytes(path)  # first: the library waits at a pipe
+                self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            except Exception as error:  # the library raises plain Exception
+                raise DataError(f"data.tokenizer: cannot read {path} ({error})") from error
         self._tokenizer.no_truncation()  # a corpus is not cut to the length the file was saved with
         self._tokenizer.no_padding()
         self._piecewise: PiecewiseEncoder | None = None
@@ -333,7 +335,8 @@ class FileTokenizer:
             return (), ()
         # around a text that is not empty: a vocabulary of few words may not have an "a"
         some = map(self._tokenizer.encode, ("a", *vocab))
-        ids, is_added = next((each.ids, each.special_tokens_mask) for each in some if 0 in each.special_tokens_mask)
+        with _panics_told(self._file):
+            ids, is_added = next((each.ids, each.special_tokens_mask) for each in some if 0 in each.special_tokens_mask)
         prefix, begin = tuple(ids[: is_added.index(0)]), self.bos_token_id
         if add_bos and begin is None:
             raise DataError(
@@ -345,7 +348,8 @@ class FileTokenizer:
         return prefix, tuple(ids[len(ids) - is_added[::-1].index(0) :])
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        with _panics_told(self._file):
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_prompt(self, text: str) -> list[int]:
         ids = self.encode(text)
@@ -365,7 +369,8 @@ class FileTokenizer:
             if size >= _AT_ONCE or stop == len(left):
                 # "fast" leaves out the offsets (tokenizers 0.20)
                 batch = [flat[each] for each in left[start:stop]]
-                encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+                with _panics_told(self._file):
+                    encodings = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
                 for each, encoding in zip(left[start:stop], encodings, strict=True):
                     arrays[each] = np.array(encoding.ids, np.uint32)
                 start, size = stop, 0
@@ -385,7 +390,8 @@ class FileTokenizer:
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
         marked: list[Marked] = []
-        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        with _panics_told(self._file):
+            encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         for encoding, marks in zip(encodings, spans, strict=True):
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             starts, stops = offsets[:, 0], offsets[:, 1]
@@ -399,7 +405,8 @@ class FileTokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = False) -> str:
         known = [int(i) for i in ids if 0 <= int(i) < self.vocab_size]
-        return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+        with _panics_told(self._file):
+            return self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
 
     def bytes_of(self, number: int) -> bytes | None:
         token = self._tokenizer.id_to_token(number) if number >= 0 else None
@@ -469,6 +476,18 @@ class FileTokenizer:
         named = {k: self._tokenizer.id_to_token(v) for k, v in names.items() if v is not None and not settings.get(k)}
         _write_config(settings | named, directory)
         _write_chat_template(self._chat_template, directory)
+
+
+@contextmanager
+def _panics_told(path: Path) -> Iterator[None]:
+    """Around what the library does with a file: a panic of its Rust is no Exception, and of no class to import."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's
+            raise
+        message = f"data.tokenizer: the tokenizers library cannot use {path} ({error}); give another tokenizer"
+        raise DataError(message) from error
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
