@@ -165,8 +165,14 @@ class Loop:
             self._is_training = True
             if config.detect_anomaly and run.world.rank == 0:
                 log.warning("detect_anomaly: every backward pass looks for NaN, and steps take several times as long")
-            # set_detect_anomaly, since detect_anomaly warns by itself
+            if run.world.rank == 0:
+                length, dtype = run.data_description.get("seq_len") or 1024, compute_dtype(config.precision)
+                if (name := kernels_of(self.model, run.strategy.device, dtype, length)) is not None:
+                    log.info("attention: %s", name)
+                if (found := shadowed_cudnn()) is not None:
+                    log.warning("%s; %s", *found)
             kernels = kernels_in_order(run.strategy.device)
+            # set_detect_anomaly, since detect_anomaly warns by itself
             anomaly_mode = torch.autograd.set_detect_anomaly(config.detect_anomaly or torch.is_anomaly_enabled())
             try:
                 with anomaly_mode, kernels, garbage_collection(config) as self._garbage, self.checkpoints:
@@ -201,11 +207,6 @@ class Loop:
 
         if run.world.rank == 0:
             warn_of_other_ids(self.model, config.data)
-            length, dtype = run.data_description.get("seq_len") or 1024, compute_dtype(config.precision)
-            if (kernels := kernels_of(self.model, strategy.device, dtype, length)) is not None:
-                log.info("attention: %s", kernels)
-            if (found := shadowed_cudnn()) is not None:
-                log.warning("%s; %s", *found)
         model: Any = getattr(self.model, "config", None)  # of a class of transformers
         model = model.get_text_config() if hasattr(model, "get_text_config") else model
         if run.world.rank == 0 and (coefficient := getattr(model, "router_aux_loss_coef", None)):

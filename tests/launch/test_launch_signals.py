@@ -80,6 +80,7 @@ def test_a_save_that_fails_on_one_rank_is_said_and_training_goes_on(tmp_path: Pa
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.13's dynamo reads it itself
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace:UserWarning")  # the fault, which looks at files
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_signal_to_one_process_at_any_phase_saves(phase: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert forgather("train", *words_of(PHASES[phase], 0)) == ended().code

@@ -313,6 +313,7 @@ def test_a_long_step_gives_free_memory_back_and_a_short_one_keeps_it() -> None:
 
     blocks = [torch.ones(25_000) for _ in range(1000)]  # 100 kB each, less than has a mapping of its own
     blocks = blocks[::4]  # holes, which no end of the heap can give back
+    gc.collect()  # what other tests have left
     collector, before = garbage_collection(RunSettings()), resident()
     collector.after_step(1)
     kept = resident()
