@@ -49,17 +49,17 @@ class CrossEntropy(Loss):
             output = logits_of(model(**inputs), model)
             if self.eval_metrics is not None:
                 self.eval_metrics.add(output, labels, label_shift(inputs))
-        function = self._of_hidden if head is None else self.compiled
         try:
-            total: Tensor = function(head, output, labels, label_shift(inputs))
+            if head is None:
+                return cross_entropy_sum(output, labels, shift=label_shift(inputs), **self._options)
+            total: Tensor = self.compiled(head, output, labels, label_shift(inputs))
             return total
         except MISFITS as error:
             explain_misfit(error, model, output, inputs, labels, 0 if head is None else len(head.weight))
             raise
 
-    def _of_hidden(self, head: nn.Module | None, output: Tensor, labels: Tensor, shift: int) -> Tensor:
-        logits = output if head is None else head(output)
-        return cross_entropy_sum(logits, labels, shift=shift, **self._options)
+    def _of_hidden(self, head: nn.Module, hidden: Tensor, labels: Tensor, shift: int) -> Tensor:
+        return cross_entropy_sum(head(hidden), labels, shift=shift, **self._options)
 
 
 class LinearCrossEntropy(Loss):

@@ -298,7 +298,7 @@ def causal_mask(
     x: Tensor, past: int, window: int | None, document_ids: Tensor | None, attention_mask: Tensor | None, dropout: float
 ) -> tuple[Mask, bool]:
     """The mask, or None and whether SDPA is to be plainly causal, which is faster."""
-    if keeps_apart(document_ids, dropout):
+    if document_ids is not None and keeps_apart(document_ids, dropout):
         return block_mask(document_ids, attention_mask, causal=True, window=window), False
     T, S = x.shape[1], past + x.shape[1]
     windowed = window is not None and window < S
