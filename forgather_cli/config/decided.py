@@ -27,15 +27,10 @@ from forgather_cli.hardware import chunk_tokens, gpu_of, without_auto
 
 class Decision(NamedTuple):
     path: str
-    asked: Any
-    """What left the setting open."""
     value: Any
+    says: str
     why: str
-    """For people."""
-
-    @property
-    def says(self) -> str:
-        return f"{self.path}={_shown(self.asked)}: {_shown(self.value)}"
+    """Both for people."""
 
 
 Rule = Callable[[Config, Any], tuple[Any, str]]
@@ -79,15 +74,13 @@ def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
         return plain, ""
     if config.torch_compile:
         return plain, "torch_compile=true fuses it with the head"
-    if not isinstance(config.model, DecoderSettings | EncoderDecoderSettings | PretrainedSettings):
-        return plain, "a class that is not ours may do more to its logits than its head does"
-    if not isinstance(config.adapter, NoAdapter):
-        return plain, "an adapter may change the head"
+    ours = isinstance(config.model, DecoderSettings | EncoderDecoderSettings | PretrainedSettings)
+    if not ours or not isinstance(config.adapter, NoAdapter):
+        return plain, "an adapter, or a class that is not ours, may do more to its logits than its head does"
     has_liger = all(find_spec(package) for package in ("liger_kernel", "triton"))
-    fused: list[tuple[Any, str]] = [(LigerSettings(), "liger-kernel is installed")] if has_liger else []
-    for option, why in (*fused, (LinearCrossEntropySettings(), "never the logits of all tokens at once")):
+    for option in (LigerSettings(), LinearCrossEntropySettings())[not has_liger :]:
         if not rule_problems(replace(config, loss=option)):
-            return option, why
+            return option, "never the logits of all tokens at once"
     return plain, "other settings exclude those that apply the head"
 
 
@@ -115,26 +108,21 @@ def decided(config: Config, begun: Config | None = None) -> tuple[Config, list[D
             continue
         own = {name: value for name, value in vars(asked).items() if name != "type"} if is_dataclass(asked) else {}
         value, why = _value(begun, path), "as the run was begun"
-        if value is _ABSENT or _is_open(value, word) or not all(hasattr(value, name) for name in own):
+        if value is ... or _is_open(value, word) or not all(hasattr(value, name) for name in own):
             value, why = rule(config, gpu_of(config.device))
         value = replace(value, **own) if own else value
         group, _, name = path.rpartition(".")
         changed = {group: replace(getattr(config, group), **{name: value})} if group else {name: value}
         config = replace(config, **changed)
-        decisions.append(Decision(path, asked, value, why))
+        before, after = (typed(getattr(each, "type", each)) for each in (asked, value))
+        decisions.append(Decision(path, value, f"{path}={before}: {after}", why))
     return config, decisions
 
 
-_ABSENT = object()
-
-
 def _value(config: Any, path: str) -> Any:
-    return reduce(lambda found, name: getattr(found, name, _ABSENT), path.split("."), config)
+    """``...`` where there is none."""
+    return reduce(lambda found, name: getattr(found, name, ...), path.split("."), config)
 
 
 def _is_open(value: Any, word: str | None) -> bool:
     return bool(getattr(value, "type", value) == word)
-
-
-def _shown(value: Any) -> str:
-    return typed(getattr(value, "type", value))

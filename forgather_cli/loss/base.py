@@ -25,17 +25,20 @@ class Loss(ABC):
     """Set by an evaluation that counts more than the loss."""
     is_likelihood: bool = False
     """True if the sum is the negative log-likelihood in nats, and nothing is added to it."""
-    applies_head: bool = False
-    """True if it multiplies with the head's weight itself."""
     is_separable: bool = True
     """False if gradients of inputs and weights come from one backward, which no schedule can split in two."""
 
     compiles: bool = False
     """True if torch can compile it together with the model."""
     kernel: Any = None
-    """What computes the sum from hidden states, where torch cannot compile it: it stays out of the graph."""
-    compile_options: dict[str, Any] | None = None
-    """Set where more is compiled than the graph of the model holds: arguments of ``torch.compile`` for the rest."""
+    """What multiplies with the head's weight in place of the head, if it does; it stays out of graphs."""
+    piece: Callable[..., Any] | None = None
+    """What of it ``compile`` compiles."""
+    compiled: Any = None
+
+    def compile(self, **options: Any) -> None:
+        """Compile what no graph of the model holds. ``options``: of ``torch.compile``."""
+        self.compiled = self.piece and torch.compile(self.piece, **options)
 
     @abstractmethod
     def check(self, model: nn.Module) -> None:

@@ -29,7 +29,6 @@ class Liger(Loss):
     """
 
     compiles = True
-    applies_head = True
     is_separable = False  # its backward scales what the forward kept, in place
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> None:
@@ -65,7 +64,6 @@ class CutCrossEntropy(Loss):
     """
 
     compiles = True
-    applies_head = True
     is_separable = False
 
     def __init__(self) -> None:

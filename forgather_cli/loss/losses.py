@@ -33,49 +33,39 @@ class CrossEntropy(Loss):
     compiles = True
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> None:
-        self._z_loss, self._label_smoothing = z_loss, label_smoothing
+        self._options: dict[str, Any] = {"z_loss": z_loss, "label_smoothing": label_smoothing}
         self.is_likelihood = not (z_loss or label_smoothing)
-        self._of_hidden: Any = None
+        self.piece = self._of_hidden
 
     def check(self, model: nn.Module) -> None:
         """Any model will do."""
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
-        if self.compile_options is not None and torch.is_grad_enabled() and getattr(model, "has_plain_head", False):
+        head: Any = None
+        if self.compiled and torch.is_grad_enabled() and getattr(model, "has_plain_head", False) is not False:
             with suppress(ModelError):  # of a class whose head turns out not to be plain
-                return self._compiled_total(model, inputs, labels)
-        logits = logits_of(model(**inputs), model)
-        if self.eval_metrics is not None:
-            self.eval_metrics.add(logits, labels, label_shift(inputs))
-        options = {"z_loss": self._z_loss, "label_smoothing": self._label_smoothing}
+                head, output = head_and_hidden(model, inputs, labels, None)
+        if head is None:
+            output = logits_of(model(**inputs), model)
+            if self.eval_metrics is not None:
+                self.eval_metrics.add(output, labels, label_shift(inputs))
         try:
-            return cross_entropy_sum(logits, labels, shift=label_shift(inputs), **options)
-        except MISFITS as error:
-            explain_misfit(error, model, logits, inputs, labels)
-            raise
-
-    def _compiled_total(self, model: Any, inputs: dict[str, Tensor], labels: Tensor) -> Tensor:
-        """``total``, with the output layer and what follows in one graph."""
-        z_loss, label_smoothing = self._z_loss, self._label_smoothing
-
-        def of_hidden(head: nn.Module, hidden: Tensor, labels: Tensor, shift: int) -> Tensor:
-            return cross_entropy_sum(head(hidden), labels, shift=shift, z_loss=z_loss, label_smoothing=label_smoothing)
-
-        self._of_hidden = self._of_hidden or torch.compile(of_hidden, **(self.compile_options or {}))
-        head, hidden = model.head, model.hidden_states(**inputs)
-        try:
-            total: Tensor = self._of_hidden(head, hidden, labels, label_shift(inputs))
+            if head is None:
+                return cross_entropy_sum(output, labels, shift=label_shift(inputs), **self._options)
+            total: Tensor = self.compiled(head, output, labels, label_shift(inputs))
             return total
         except MISFITS as error:
-            explain_misfit(error, model, hidden, inputs, labels, len(head.weight))
+            explain_misfit(error, model, output, inputs, labels, 0 if head is None else len(head.weight))
             raise
+
+    def _of_hidden(self, head: nn.Module, hidden: Tensor, labels: Tensor, shift: int) -> Tensor:
+        return cross_entropy_sum(head(hidden), labels, shift=shift, **self._options)
 
 
 class LinearCrossEntropy(Loss):
     """Head and cross entropy together, in chunks of tokens."""
 
     compiles = True
-    applies_head = True
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, chunk_size: int = 256) -> None:
         self._options: dict[str, Any] = {
@@ -84,26 +74,21 @@ class LinearCrossEntropy(Loss):
             "chunk_size": chunk_size,
         }
         self.is_likelihood = not (z_loss or label_smoothing)
-        self.kernel: Any = self._sum
-        self._chunk: Any = None
+        self.kernel: Any = linear_cross_entropy_sum
+        self.piece = chunk_sum
 
     def check(self, model: nn.Module) -> None:
         check_fusable(model, "loss=linear_cross_entropy")
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics, chunk_size=self._options["chunk_size"])
-        options = {"shift": label_shift(inputs), **self._options}
+        options = {"shift": label_shift(inputs), "chunk": self.compiled, **self._options}
         try:
             total: Tensor = self.kernel(hidden, head.weight, labels, bias=head.bias, **options)
             return total
         except MISFITS as error:
             explain_misfit(error, model, hidden, inputs, labels, len(head.weight))
             raise
-
-    def _sum(self, *args: Any, **options: Any) -> Tensor:
-        if self.compile_options is not None and self._chunk is None:
-            self._chunk = torch.compile(chunk_sum, **self.compile_options)
-        return linear_cross_entropy_sum(*args, chunk=self._chunk, **options)
 
 
 class UserLoss(Loss):
@@ -134,17 +119,15 @@ class UserLoss(Loss):
 class UserFusedLoss(Loss):
     """A user's ``factory(head)``, which makes a ``loss_fn(hidden_states, labels)`` that applies the head itself."""
 
-    applies_head = True
-
     def __init__(self, factory: Callable[[nn.Module], LossFn]) -> None:
-        self._factory, self._is_new = factory, True
+        self.kernel, self._is_new = factory, True
 
     def check(self, model: nn.Module) -> None:
         check_fusable(model, "fused_loss_factory")
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         head, hidden = head_and_hidden(model, inputs, labels, self.eval_metrics)
-        loss_fn = self._factory(head)
+        loss_fn = self.kernel(head)
         counted = "num_items_in_batch" in inspect.signature(loss_fn).parameters
         count = num_targets(labels, label_shift(inputs))
         is_new, self._is_new = self._is_new, False

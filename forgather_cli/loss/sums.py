@@ -5,7 +5,6 @@ Legend: B sequences, T tokens, N = B * T, V vocabulary, E hidden size, C tokens 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgather_cli.labels import IGNORED, shifted
-
-ChunkSum = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def cross_entropy_sum(
@@ -43,7 +40,7 @@ def linear_cross_entropy_sum(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
     chunk_size: int = 256,
-    chunk: ChunkSum | None = None,
+    chunk: Any = None,
 ) -> Tensor:
     """``cross_entropy_sum`` of ``hidden @ weight.T + bias``, with logits of only ``chunk_size`` tokens at a time.
 
@@ -59,7 +56,7 @@ def linear_cross_entropy_sum(
     if torch.is_grad_enabled() and any(t.requires_grad for t in inputs):
         return _LinearCrossEntropy.apply(flat, weight, bias, targets, *options)  # type: ignore[no-any-return, no-untyped-call]
     with torch.autocast(kind, enabled=False):
-        return _in_chunks(flat, weight, bias, targets, *options, grads=None)
+        return _in_chunks(flat, weight, bias, targets, None, *options)
 
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
@@ -73,17 +70,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        z_loss: float,
-        label_smoothing: float,
-        chunk_size: int,
-        dtype: torch.dtype,
-        chunk: ChunkSum | None,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, *options: Any
     ) -> Tensor:
+        """``options``: of ``_in_chunks``, from ``z_loss`` on."""
         needed = ctx.needs_input_grad
         grads = _Gradients(
             torch.empty_like(hidden) if needed[0] else None,
@@ -92,7 +81,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None,
         )
         with torch.autocast(hidden.device.type, enabled=False):
-            total = _in_chunks(hidden, weight, bias, targets, z_loss, label_smoothing, chunk_size, dtype, chunk, grads)
+            total = _in_chunks(hidden, weight, bias, targets, grads, *options)
         ctx.grads, ctx.dtypes = grads, (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
         return total
 
@@ -144,12 +133,12 @@ def _in_chunks(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
+    grads: _Gradients | None,
     z_loss: float,
-    label_smoothing: float,
+    smoothing: float,
     chunk_size: int,
     dtype: torch.dtype,
-    chunk: ChunkSum | None,
-    grads: _Gradients | None,
+    chunk: Any,
 ) -> Tensor:
     """The loss over all chunks; with ``grads`` their gradients too."""
     w = weight.to(dtype)
@@ -161,9 +150,7 @@ def _in_chunks(
         wide: Any = {"out_dtype": torch.float32} if chunk is None and _has_wide_sums(x) else {}
         into = None if grads is None else dtype
         # logits have no name here, so that they are gone before the gradient is made, and that before the next chunk
-        loss, dlogits = (chunk or chunk_sum)(
-            torch.mm(x, w.t(), **wide), bias, targets[rows], z_loss, label_smoothing, into
-        )
+        loss, dlogits = (chunk or chunk_sum)(torch.mm(x, w.t(), **wide), bias, targets[rows], z_loss, smoothing, into)
         total += loss
         if grads is not None and dlogits is not None:
             grads.add(dlogits, x, w, rows)

@@ -60,18 +60,19 @@ def documents_of(starts: Tensor, length: int, window: int | None) -> DocumentLin
     return DocumentLine(borders, (-1 if window is None or window >= length else window - 1, 0))
 
 
-def without_padding(document_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
-    """Numbers of documents, the padding in each one of its own: for ``block_mask``."""
-    return 2 * document_ids + (1 if attention_mask is None else attention_mask.to(document_ids.dtype))
-
-
-def block_mask(queries: Tensor, keys: Tensor, *, causal: bool = False, window: int | None = None) -> BlockMask:
-    """Attention of documents, numbered (B, T), to those of the same number in (B, S).
+def block_mask(
+    ids: Tensor, mask: Tensor | None, asking: Tensor | None = None, *, causal: bool = False, window: int | None = None
+) -> BlockMask:
+    """Attention of documents, numbered (B, T) in ``asking`` (None: as the keys), to those of the same number in ``ids``
+    (B, S), of which ``mask`` (B, S) is 0 at padding.
 
     Blocks in whose range of numbers there is none of the other's are left out. Nothing of T x S is made, as
     ``create_block_mask`` does where it is not compiled.
     """
     from torch.nn.attention.flex_attention import BlockMask
+
+    keys = 2 * ids + (1 if mask is None else mask.to(ids.dtype))  # the padding of each is a document of its own
+    queries = keys if asking is None else 2 * asking + 1
 
     def may_see(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         seen = queries[b, q] == keys[b, k]
@@ -131,10 +132,7 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, how: DocumentLine | BlockMask)
     return y
 
 
-@functools.cache
-def _compiled(function: Any) -> Any:
-    """Once: eager, flex attention makes all scores."""
-    return torch.compile(function)
+_compiled: Any = functools.cache(torch.compile)  # eager, flex attention makes all scores
 
 
 def kernels_of(model: Any, device: torch.device, dtype: torch.dtype, length: int) -> str | None:

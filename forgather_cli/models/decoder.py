@@ -16,15 +16,7 @@ from torch import Tensor, nn
 
 from forgather_cli.config.schema import DecoderSettings
 from forgather_cli.errors import ModelError
-from forgather_cli.models.attention import (
-    HALF,
-    Mask,
-    attend_apart,
-    block_mask,
-    documents_of,
-    keeps_apart,
-    without_padding,
-)
+from forgather_cli.models.attention import HALF, Mask, attend_apart, block_mask, documents_of, keeps_apart
 from forgather_cli.models.cache import KVCache, LayerCache
 from forgather_cli.models.layers import Embedding, Linear, RMSNorm, to_autocast
 from forgather_cli.models.rope import RotaryEmbedding, rotate
@@ -307,8 +299,7 @@ def causal_mask(
 ) -> tuple[Mask, bool]:
     """The mask, or None and whether SDPA is to be plainly causal, which is faster."""
     if document_ids is not None and keeps_apart(document_ids, dropout):
-        ids = without_padding(document_ids, attention_mask)
-        return block_mask(ids, ids, causal=True, window=window), False
+        return block_mask(document_ids, attention_mask, causal=True, window=window), False
     T, S = x.shape[1], past + x.shape[1]
     windowed = window is not None and window < S
     if document_ids is None and attention_mask is None and not windowed:

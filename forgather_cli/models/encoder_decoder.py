@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import DecoderSettings, EncoderDecoderSettings
-from forgather_cli.models.attention import Mask, block_mask, keeps_apart, without_padding
+from forgather_cli.models.attention import Mask, block_mask, keeps_apart
 from forgather_cli.models.cache import KVCache, LayerCache
 from forgather_cli.models.decoder import MLP, Attention, Context, DecoderLayer, Projections, angles, causal_mask
 from forgather_cli.models.layers import Embedding, Linear, RMSNorm, to_autocast
@@ -230,8 +230,7 @@ def both_ways_mask(x: Tensor, document_ids: Tensor | None, attention_mask: Tenso
     if document_ids is None and attention_mask is None:
         return None
     if keeps_apart(document_ids, dropout):
-        ids = without_padding(document_ids, attention_mask)
-        return block_mask(ids, ids)
+        return block_mask(document_ids, attention_mask)
     S = x.shape[1]
     mask = torch.ones((1, 1, 1, S), dtype=torch.bool, device=x.device)
     if document_ids is not None:
@@ -249,8 +248,7 @@ def cross_mask(
     mask: Tensor | None = None
     if document_ids is not None and decoder_document_ids is not None:
         if keeps_apart(document_ids, dropout):
-            ids = without_padding(document_ids, attention_mask)
-            return block_mask(without_padding(decoder_document_ids, None), ids), None
+            return block_mask(document_ids, attention_mask, decoder_document_ids), None
         mask = decoder_document_ids[:, None, :, None] == document_ids[:, None, None, :]
     if attention_mask is not None:
         tokens = attention_mask[:, None, None, :].bool()

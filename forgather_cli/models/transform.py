@@ -74,34 +74,26 @@ def half_stream(module: nn.Module) -> None:
         norm.keeps_dtype = True
     for embedding in module.modules():
         if isinstance(embedding, nn.Embedding):
-            embedding.register_forward_hook(_rounded)
-
-
-def _rounded(embedding: nn.Module, args: Any, out: Tensor) -> Tensor:
-    return to_autocast(out)
+            embedding.register_forward_hook(lambda embedding, args, out: to_autocast(out))
 
 
 @contextmanager
 def shared_halves(
-    parts: Iterable[nn.Module], autocast: Callable[[], AbstractContextManager[object]], *, applies_head: bool
+    parts: Iterable[nn.Module], autocast: Callable[[], AbstractContextManager[object]], kernel: Any
 ) -> Iterator[None]:
     """Inside, linear layers multiply with one copy of their fp32 weights in the dtype of ``autocast``, which by itself
-    rounds them again in every forward, as compiled code does. ``applies_head``: the loss rounds the head's.
+    rounds them again in every forward, as compiled code does. ``kernel`` of the loss, if it has one, rounds the head's.
 
     Gradients are those of autocast to the last bit: each forward's in its dtype, added up in the weight's own.
     """
     layers: list[nn.Linear] = []
     with autocast():
         for name, layer in (named for part in parts for named in part.named_modules()):
-            if type(layer).forward is not nn.Linear.forward or (applies_head and name.endswith("lm_head")):
+            if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
                 continue
-            assert isinstance(layer, nn.Linear)
             weight = layer.weight.detach()
-            if (
-                weight.dtype != torch.float32
-                or weight.numel() < _WORTH_SHARING
-                or (half := to_autocast(weight)) is weight
-            ):
+            is_large = weight.dtype == torch.float32 and weight.numel() >= _WORTH_SHARING
+            if not is_large or (kernel and name.endswith("lm_head")) or (half := to_autocast(weight)) is weight:
                 continue
             if "forward" not in vars(layer):  # it stays, since compiled code looks at what it is
                 vars(layer)["forward"] = functools.partial(_with_half, layer)

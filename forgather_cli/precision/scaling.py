@@ -82,7 +82,7 @@ class ScaledLoss(Loss):
 
     def __init__(self, loss: Loss, scaler: LossScaler) -> None:
         self._loss, self._scaler = loss, scaler
-        self.is_likelihood, self.applies_head = loss.is_likelihood, loss.applies_head
+        self.is_likelihood, self.kernel = loss.is_likelihood, loss.kernel
 
     def check(self, model: nn.Module) -> None:
         self._loss.check(model)

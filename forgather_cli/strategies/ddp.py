@@ -135,8 +135,7 @@ class DataParallel(Strategy):
             self._replica.broadcast_buffers = self._sends_buffers and self.gradient_sharing.weights_are_equal
         # gradients are averaged in the backward of the last micro-batch, which is known only where their number is
         number = len(microbatches) if isinstance(microbatches, Sized) else 0
-        applies_head = self._loss.applies_head
-        with shared_halves(self.parts, self._autocast, applies_head=applies_head) if number > 1 else nullcontext():
+        with shared_halves(self.parts, self._autocast, self._loss.kernel) if number > 1 else nullcontext():
             for n, batch in enumerate(microbatches, 1):
                 synced = n == number
                 with self._gradient_sync(synced):

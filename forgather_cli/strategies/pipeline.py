@@ -176,7 +176,7 @@ class Pipeline(Strategy):
     def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share = torch.zeros((), device=self.device)
         ran = False
-        with shared_halves(self.parts, self._autocast, applies_head=self._loss.applies_head):
+        with shared_halves(self.parts, self._autocast, self._loss.kernel):
             for batch in self._even_microbatches.of(microbatches):
                 labels_of(batch)
                 if len(batch["input_ids"]) == 0:

@@ -49,8 +49,7 @@ class SingleDevice(Strategy):
     def forward_backward(self, microbatches: Iterable[Batch], step_targets: Tensor) -> Tensor:
         share: Tensor | None = None
         several = isinstance(microbatches, Sized) and len(microbatches) > 1
-        applies_head = self._loss.applies_head
-        with shared_halves(self.parts, self._autocast, applies_head=applies_head) if several else nullcontext():
+        with shared_halves(self.parts, self._autocast, self._loss.kernel) if several else nullcontext():
             for batch in microbatches:
                 with self._autocast():
                     total = self._with_loss(batch, step_targets)

@@ -76,18 +76,19 @@ def model_spec(
 
     check_supported(config, strategy)
     of_settings, minimised = losses
+    options = transform.compile_options(config) if config.torch_compile else None
     as_one = strategy.compiles_with_loss and minimised is not None and minimised.compiles
     if config.fuse_optim_with_backward or (config.torch_compile_fullgraph and getattr(minimised, "kernel", None)):
         as_one = False
-    if config.torch_compile and config.torch_compile_scope == "model" and not as_one:
+    if options and config.torch_compile_scope == "model" and not as_one:
         raise ConfigError(
             "torch_compile_scope: model needs a strategy and a loss that compile as one, which those of your own, "
             "precision=fp16, and with torch_compile_fullgraph=true other losses than cross_entropy do not; set "
             "torch_compile_scope=blocks"
         )
     as_one = as_one and config.torch_compile_scope != "blocks"
-    if config.torch_compile and of_settings is not None and (not as_one or of_settings.kernel is not None):
-        of_settings.compile_options = transform.compile_options(config)
+    if options and of_settings is not None and (not as_one or of_settings.kernel is not None):
+        of_settings.compile(**options)
     quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
     dtype = parameter_dtype(config.precision)
     rounds_stream = stream_dtype(config.precision) is not None
@@ -132,8 +133,8 @@ def model_spec(
         build,
         adapt=adapt if changes else None,
         checkpoint=checkpoint if config.gradient_checkpointing else None,
-        compile=compiled if config.torch_compile and not as_one else None,
-        compile_with_loss=transform.compile_options(config) if config.torch_compile and as_one else None,
+        compile=compiled if options and not as_one else None,
+        compile_with_loss=options if as_one else None,
         init=init,
     )
 

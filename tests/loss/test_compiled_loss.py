@@ -79,7 +79,7 @@ def agree(module: ModelWithLoss, reference: ModelWithLoss, batch: Batch) -> None
 def in_blocks(model: nn.Module, loss: Loss, **options: Any) -> ModelWithLoss:
     for block in blocks_of(model):
         block.compile(**options)
-    loss.compile_options = options
+    loss.compile(**options)
     return ModelWithLoss(model, loss)
 
 
@@ -102,7 +102,7 @@ def test_a_step_of_model_and_loss_is_one_graph(name: str, recomputed: bool) -> N
 def test_a_fused_loss_stays_beside_the_graph_of_the_model_and_its_chunks_are_a_graph() -> None:
     graph, chunks = CompileCounterWithBackend("aot_eager"), CompileCounterWithBackend("aot_eager")
     loss, reference = (LinearCrossEntropy(chunk_size=8, **OPTIONS) for _ in range(2))
-    loss.compile_options = {"backend": chunks}
+    loss.compile(backend=chunks)
     agree(ModelWithLoss(tiny.decoder(), loss, {"backend": graph}), ModelWithLoss(tiny.decoder(), reference), one_side())
     assert (graph.frame_count, chunks.frame_count) == (1, 1)
 
@@ -145,7 +145,7 @@ def test_a_head_that_is_not_plain_keeps_its_loss(admits: bool) -> None:
     model = Capped(admits)
     expected = float(ModelWithLoss(model, CrossEntropy())(one_side()).detach())
     loss = CrossEntropy()
-    loss.compile_options = {"backend": CompileCounterWithBackend("eager")}
+    loss.compile(backend=CompileCounterWithBackend("eager"))
     module = ModelWithLoss(model, loss)
     assert [float(module(one_side()).detach()) for _ in range(2)] == [expected] * 2
 

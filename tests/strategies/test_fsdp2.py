@@ -57,7 +57,7 @@ class Case:
     def strategy(self) -> FullyShard:
         loss = self.loss() if self.loss is CrossEntropy else LinearCrossEntropy(chunk_size=20)
         if self.change is compiled:  # with the head, whose weight is gathered then
-            loss.compile_options = {"backend": "aot_eager", "fullgraph": True}
+            loss.compile(backend="aot_eager", fullgraph=True)
         strategy = FullyShard(CPU, loss, FSDP2Settings(**self.settings), BF16Settings() if self.bf16 else None)
         init = partial(init_parameters, seed=0)
         strategy.materialize(ModelSpec(lambda: on_meta(self.change, **self.model), init=init))

@@ -109,7 +109,8 @@ class Case:
             return build_loss(loss_fn=mean_squared_surprise)
         fused = LinearCrossEntropySettings(chunk_size=10, z_loss=1e-3)
         loss = build_loss(fused if self.loss == "fused" else CrossEntropySettings(z_loss=1e-3))
-        loss.compile_options = {"backend": "eager", "fullgraph": True} if self.compiled else None
+        if self.compiled:
+            loss.compile(backend="eager", fullgraph=True)
         return loss
 
     def slice_of(self, data_rank: int) -> list[Batch]:

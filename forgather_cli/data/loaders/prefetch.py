@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from forgather_cli.data.loaders.collate import Batch
 from forgather_cli.labels import STARTS
@@ -69,14 +71,11 @@ def with_starts(batch: Batch) -> Batch:
     ids = batch.get("document_ids")
     if ids is None or ids.dim() != 2 or bool((ids[:, 1:] < ids[:, :-1]).any()):
         return batch
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
-    numbers = begins.cumsum(1)
-    n = max(16, 1 << (int(numbers[:, -1].max()) - 1).bit_length())
-    starts = torch.full((len(ids), n), ids.shape[1], dtype=torch.int32)
-    rows, places = begins.nonzero(as_tuple=True)
-    starts[rows, numbers[begins] - 1] = places.to(torch.int32)
-    return {**batch, STARTS: starts}
+    begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    places = torch.split(begins.nonzero()[:, 1].to(torch.int32), begins.sum(1).tolist())
+    starts = pad_sequence(list(places), batch_first=True, padding_value=ids.shape[1])
+    n = max(16, 1 << (starts.shape[1] - 1).bit_length())
+    return {**batch, STARTS: F.pad(starts, (0, n - starts.shape[1]), value=ids.shape[1])}
 
 
 def _moved(batches: list[Batch], move: Callable[[Tensor], Tensor]) -> list[Batch]:

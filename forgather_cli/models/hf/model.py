@@ -36,7 +36,7 @@ class CausalLM(nn.Module):
     meta, which says how parameters and buffers begin. Raises ModelError for a class with tensors outside of submodules.
     """
 
-    has_plain_head = True  # until it has shown another
+    has_plain_head: bool | None = None  # till it has been tried
 
     def __init__(self, theirs: Any, twin: Callable[[], Any]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class CausalLM(nn.Module):
         # class with a state (Mamba) keeps no positions in it.
         names = () if getattr(theirs, "_is_stateful", False) else ("cache", "past_key_values")
         self._cache_name = next((name for name in names if name in self._accepted), None)
-        self._isolates = self._has_plain_head = self._said_no_cache = False
+        self._isolates = self._said_no_cache = False
         self._has_head = getattr(theirs, "lm_head", theirs) is not None  # a stage of a pipeline may have none
         limit = getattr(theirs.config.get_text_config(), "max_position_embeddings", None)
         vocabulary = theirs.get_input_embeddings()
@@ -164,14 +164,13 @@ class CausalLM(nn.Module):
             logits = self._run(input_ids, None, **inputs).logits
         finally:
             del head.forward
-        if not self._has_plain_head:
-            if len(seen) != 1 or not torch.equal(logits, probe):
-                self.has_plain_head = False
+        if not self.has_plain_head:
+            self.has_plain_head = len(seen) == 1 and torch.equal(logits, probe)
+            if not self.has_plain_head:
                 raise ModelError(
                     f"loss: {type(self.theirs).__name__} does more to its logits than its output layer does (a soft "
                     "cap or a scale), which a loss that applies that layer itself leaves out; set loss=cross_entropy"
                 )
-            self._has_plain_head = True
         return seen[0]
 
     def _run(self, input_ids: Tensor, cache: KVCache | None, **inputs: Any) -> Any:
