@@ -97,13 +97,13 @@ def shared_halves(
                 continue
             if "forward" not in vars(layer):  # it stays, since compiled code looks at what it is
                 vars(layer)["forward"] = functools.partial(_with_half, layer)
-            vars(layer)["half"] = half
+            vars(layer)["half_weight"] = half
             layers.append(layer)
     try:
         yield
     finally:
         for layer in layers:
-            vars(layer)["half"] = None
+            vars(layer)["half_weight"] = None
 
 
 _WORTH_SHARING = 1 << 19
@@ -111,7 +111,7 @@ _WORTH_SHARING = 1 << 19
 
 
 def _with_half(layer: nn.Linear, x: Tensor) -> Tensor:
-    half = vars(layer)["half"]
+    half = vars(layer)["half_weight"]
     return F.linear(x, layer.weight if half is None else _Half.apply(layer.weight, half), layer.bias)  # type: ignore[no-untyped-call]
 
 
