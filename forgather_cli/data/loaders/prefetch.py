@@ -69,7 +69,7 @@ def with_starts(batch: Batch) -> Batch:
     waiting. Of ids that may come again behind others nothing is said.
     """
     ids = batch.get("document_ids")
-    if ids is None or ids.dim() != 2 or bool((ids[:, 1:] < ids[:, :-1]).any()):
+    if ids is None or ids.dim() != 2 or not len(ids) or bool((ids[:, 1:] < ids[:, :-1]).any()):
         return batch
     begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
     places = torch.split(begins.nonzero()[:, 1].to(torch.int32), begins.sum(1).tolist())
