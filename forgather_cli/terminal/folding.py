@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.segment import Segment
 
 _PIECE = re.compile(
     # a command: variables, the program, a group's name, the command's, and arguments, which are no plain English words
@@ -46,7 +45,7 @@ def rich_console(**settings: Any) -> Console:
     from rich.console import Console
 
     class Escaping(Console):
-        def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
+        def render(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
             for part in super().render(*args, **kwargs):
                 yield part if part.control else part._replace(text=escaped(part.text))
 
