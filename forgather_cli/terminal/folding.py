@@ -23,14 +23,13 @@ _PIECE = re.compile(
     r"|\S+"
 )
 """What one copies, or a word."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def escaped(text: str) -> str:
     """``text`` with escapes for what a terminal obeys, but for tabs and ends of lines: it may be of a file, a name or a
     model of anybody's.
     """
-    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Escaped(logging.Formatter):

@@ -325,9 +325,9 @@ def _objects(path: Path, damage: Damage, part: FilePart) -> Iterator[Record | Ba
     with opened(path) as file:
         if is_list:
             try:
-                codec = codec_of(path)  # a plain one is as large as it looks
-                content = file.handle.read(MAX_BYTES + 1 if codec else -1)
-                if codec and len(content) > MAX_BYTES:
+                # a plain one is as large as it looks
+                content = file.handle.read(MAX_BYTES + 1 if codec_of(path) else -1)
+                if codec_of(path) and len(content) > MAX_BYTES:
                     raise DataError(f"{path}: a list of more than {MAX_BYTES:,} bytes; decompress it, or write jsonl")
                 if problem := not_utf8(content):
                     raise DataError(f"{path}: {problem}")
