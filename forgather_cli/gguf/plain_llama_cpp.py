@@ -122,8 +122,7 @@ def measure(
 
 def context_length(model: str) -> dict[str, Any]:
     """How many tokens the model takes."""
-    (found,) = LlamaCpp(model, 8).ask("v1/models")["data"]
-    return {"tokens": found["meta"]["n_ctx_train"]}
+    return {"tokens": LlamaCpp(model, 8).ask("v1/models")["data"][0]["meta"]["n_ctx_train"]}
 
 
 def losses(

@@ -256,8 +256,7 @@ def _leftovers(findings: list[Finding]) -> None:
         size, where = human_bytes(sum(map(size_of, folders))), ", ".join(map(str, folders))
         clean(f"temporary folders of killed jobs, {size}: {where}", "the next forgather train or resume removes them")
     if stale := len(list(abandoned())):
-        where = f"entries of killed jobs in {jobs_directory()}"
-        clean(f"{where}: {stale}", "remove them by forgather control cleanup --yes")
+        clean(f"entries of killed jobs in {jobs_directory()}: {stale}", "forgather control cleanup --yes removes them")
     for run in runs_below(OUTPUTS) if OUTPUTS.is_dir() else ():
         left = siblings(run.checkpoints) if run.checkpoints.is_dir() else []
         if left and not is_held(run):

@@ -391,8 +391,7 @@ def _lines(path: Path, file: Opened, part: FilePart = WHOLE) -> Iterator[bytes]:
     position = part.start
     for number, line in enumerate(iter(partial(file.handle.readline, MAX_BYTES + 1), b""), 1):
         if len(line) > MAX_BYTES:  # of a compressed file a few bytes may become any number
-            line_number = rows_before(path, part) + number
-            raise DataError(f"{path}:{line_number}: has more than {MAX_BYTES:,} bytes; split it, or remove it")
+            raise DataError(f"{path}:{rows_before(path, part) + number}: has more than {MAX_BYTES:,} bytes; split it")
         yield line
         position += len(line)
         if part.stop is not None and position >= part.stop:
