@@ -56,22 +56,19 @@ def bounded(settings: LoRASettings) -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TimeoutError(f"they are not matched with names of layers in {_SECONDS:g} s")
 
-    is_main = threading.current_thread() is threading.main_thread()
     try:
-        if is_main:
+        if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGVTALRM, stop)
             signal.setitimer(signal.ITIMER_VIRTUAL, _SECONDS)
         yield
     except (TimeoutError, re.error, OverflowError, RecursionError) as error:
-        place = "adapter" if settings.from_adapter is None else Path(settings.from_adapter) / CONFIG
         given = [*settings.rank_pattern, *settings.alpha_pattern, settings.target_modules]
         raise ModelError(
-            f"{place}: target_modules, rank_pattern and alpha_pattern are not regular expressions of names ({error}), "
-            f"got {given!r:.200}; mend them"
+            f"{settings.from_adapter or 'adapter'}: target_modules, rank_pattern and alpha_pattern are not "
+            f"regular expressions of names ({error}), got {given!r:.200}; mend them"
         ) from error
     finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
 
 
 def base_of(directory: Path) -> dict[str, str]:

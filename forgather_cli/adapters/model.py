@@ -117,8 +117,7 @@ def attach_adapters(
         )  # fmt: skip
 
     with bounded(settings):
-        names = [*layers, *(f"{path}.{name}" for path, own in parameters.items() for name in own)]
-        shapes = {name: shape(name) for name in names}
+        shapes = {n: shape(n) for n in (*layers, *(f"{path}.{own}" for path in parameters for own in parameters[path]))}
     for name in layers:
         attach(model.get_submodule(name), shapes[name], dtype)
     for path, own in parameters.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -58,9 +57,8 @@ def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[Checkpo
 
     ``best_by`` None: the rule of the newest one.
     """
-    listed = [_info(step, run.checkpoint(step)) for step in run.checkpoint_steps()]
+    listed = sorted((_info(step, run.checkpoint(step)) for step in run.checkpoint_steps()), key=lambda info: info.step)
     found = [info for info in listed if info.path.exists()]  # a running job may have deleted some meanwhile
-    found.sort(key=lambda info: info.step)
     if rollbacks := read_rollbacks(run):
         found = [replace(info, abandoned=is_abandoned(info.step, info.rollbacks, rollbacks)) for info in found]
     rules = [info.best_by for info in found if info.best_by is not None]
@@ -153,12 +151,10 @@ def clean(run: RunDir) -> None:
                 remove(path)
         except OSError as error:
             log.warning("%s: cannot remove this leftover of a killed job (%s)", path, error.strerror)
-    for path in map(run.checkpoint, run.checkpoint_steps()):
-        with suppress(CheckpointError, OSError):
-            own = run.checkpoint(read_manifest(path).step)
-            if not own.exists():
-                path.rename(own)
-                log.warning("%s: is of another step by its manifest, and is named %s again", path, own.name)
+    for info in [_info(step, run.checkpoint(step)) for step in run.checkpoint_steps()]:
+        if not (own := run.checkpoint(info.step)).exists():
+            info.path.rename(own)
+            log.warning("%s: is of another step by its manifest, and is named %s again", info.path, own.name)
 
 
 EDITED = "edited"

@@ -289,16 +289,16 @@ def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, 
         raise ControlError(f"{entry.job_id}: {name} failed: {command.reason}")
 
 
+Everywhere = Annotated[bool, typer.Option("--yes", "-y", help="Those of runs elsewhere, too.")]
+
+
 @app.command(cls=Command)
-def cleanup(
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Those of runs elsewhere, too.")] = False,
-    as_json: AsJson = False,
-) -> None:
+def cleanup(yes: Everywhere = False, as_json: AsJson = False) -> None:
     """Remove what killed jobs of this machine have left behind, whose runs lie below the working directory."""
     removed = registry.cleanup(everywhere=yes)
     if as_json:
         print_json(removed)
         return
     tell("\n".join(f"removed {name}" for name in removed) or "nothing to remove")
-    if left := [place.name for place in registry.abandoned()]:
+    if left := [place.name for place, _ in registry.abandoned()]:
         tell(f"{len(left)} of runs that do not lie below {Path.cwd()} stay ({', '.join(left)}); --yes removes them")

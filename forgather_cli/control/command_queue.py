@@ -48,9 +48,8 @@ class CommandQueue:
         A save that is asked for while another is under way is that one: many in a row would push out older checkpoints.
         """
         with self._lock:
-            for each in map(self._commands.__getitem__, self._open):
-                if name == SAVE == each.command:
-                    return each
+            if name == SAVE and (saves := [each for i in self._open if (each := self._commands[i]).command == SAVE]):
+                return saves[0]
             if len(self._open) >= MAX_OPEN:
                 raise ControlError(f"{MAX_OPEN} commands wait for an answer already; ask again when the job has acted")
             command = ControlCommand(

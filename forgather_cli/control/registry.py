@@ -210,8 +210,7 @@ def cleanup(*, everywhere: bool) -> list[str]:
     """
     removed = []
     try:
-        for place in abandoned():
-            entry = _read(place)
+        for place, entry in abandoned():
             if everywhere or (entry is not None and entry.is_below):
                 _remove(place)
                 removed.append(place.name)
@@ -220,13 +219,13 @@ def cleanup(*, everywhere: bool) -> list[str]:
     return removed
 
 
-def abandoned() -> Iterator[Path]:
-    """What ``cleanup`` removes. Raises OSError."""
+def abandoned() -> Iterator[tuple[Path, Entry | None]]:
+    """What ``cleanup`` removes, and of which job it is, if that can be read. Raises OSError."""
     for place in _places():
         entry = _read(place)
         new = place.name.startswith(".") and time.time() - place.stat().st_mtime < _TEMPORARY_AGE  # being written
         if not new if entry is None else entry.is_running is False:
-            yield place
+            yield place, entry
 
 
 def _places() -> Iterator[Path]:

@@ -45,9 +45,8 @@ class LlamaCpp:
     def ask(self, path: str, **request: Any) -> Any:
         """What the server answers; raises RuntimeError where it refuses."""
         url = f"{self._server.listening_address}/{path}"
-        asked = urllib.request.Request(
-            url, json.dumps(request).encode() if request else None, {"Content-Type": "application/json"}
-        )
+        body = json.dumps(request).encode() if request else None
+        asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         try:
             with urllib.request.urlopen(asked, timeout=600) as answer:
                 return json.load(answer)
@@ -123,8 +122,7 @@ def measure(
 
 def context_length(model: str) -> dict[str, Any]:
     """How many tokens the model takes."""
-    (found,) = LlamaCpp(model, 8).ask("v1/models")["data"]
-    return {"tokens": found["meta"]["n_ctx_train"]}
+    return {"tokens": LlamaCpp(model, 8).ask("v1/models")["data"][0]["meta"]["n_ctx_train"]}
 
 
 def losses(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import typer
 
 from forgather_cli import __version__
-from forgather_cli.cli.output import AsJson, console, human_bytes, only_json, print_facts, print_json
+from forgather_cli.cli.output import AsJson, human_bytes, only_json, print_facts, print_json
 from forgather_cli.terminal.bars import doing
 from forgather_cli.terminal.folding import folded
 
@@ -61,14 +61,11 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print_json({**facts, "findings": [asdict(finding) for finding in findings], "can_train": not has_error})
     else:
-        from rich.text import Text
-
         print_facts(_page(facts))
         for finding in findings:
             colour = {"error": "red", "warning": "yellow", "to clean": "cyan"}[finding.weight]
-            text = Text(folded(f"{finding.weight}: {finding.what}; {finding.remedy}", sys.stdout))
-            text.stylize(colour, 0, len(finding.weight))
-            console().print(text, soft_wrap=True)
+            text = folded(f"{finding.weight}: {finding.what}; {finding.remedy}", sys.stdout)
+            typer.echo(typer.style(finding.weight, fg=colour) + text.removeprefix(finding.weight))
         if not has_error:
             typer.echo(f"this machine can train, on {facts['devices'][0]['name']}")
     raise typer.Exit(1 if has_error else 0)
@@ -259,8 +256,7 @@ def _leftovers(findings: list[Finding]) -> None:
         size, where = human_bytes(sum(map(size_of, folders))), ", ".join(map(str, folders))
         clean(f"temporary folders of killed jobs, {size}: {where}", "the next forgather train or resume removes them")
     if stale := len(list(abandoned())):
-        where = f"entries of killed jobs in {jobs_directory()}"
-        clean(f"{where}: {stale}", "remove them by forgather control cleanup --yes")
+        clean(f"entries of killed jobs in {jobs_directory()}: {stale}", "forgather control cleanup --yes removes them")
     for run in runs_below(OUTPUTS) if OUTPUTS.is_dir() else ():
         left = siblings(run.checkpoints) if run.checkpoints.is_dir() else []
         if left and not is_held(run):

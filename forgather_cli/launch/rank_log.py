@@ -31,8 +31,8 @@ class LogFile(io.TextIOBase):
     def __init__(self, path: Path) -> None:
         """Raises OSError if it cannot be opened."""
         self._path = path
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW  # a run of somebody else's may have a link here
-        self._file = os.fdopen(os.open(path, flags, 0o666), "ab", buffering=0)
+        # through no link: a run of somebody else's may have one here
+        self._file = io.FileIO(path, "a", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
         self._failing = False
         self.terminal: TextIO = sys.stderr
         """Where errors of the process went before."""

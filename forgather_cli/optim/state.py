@@ -177,18 +177,16 @@ class ParameterOptimizer(ABC):
                 + "\n".join(f"  {line}" for line in [*problems[:5], *more])
             )
 
-    def impossible(self, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-        """Name -> why neither torch's optimizers nor ours have made this tensor for a parameter trained here."""
+    def impossible(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
+        """Names with why neither torch's optimizers nor ours have made this tensor for a parameter trained here."""
         known = [each for each in self.optimizers if type(each).__module__.startswith(_KNOWN)]
         dtypes = {self.names[p]: p.dtype for each in known for group in each.param_groups for p in group["params"]}
-        found: dict[str, str] = {}
         for name, value in tensors.items():
             parameter, _, key = name.rpartition(".")
             if parameter in dtypes and value.ndim and value.dtype != dtypes[parameter] and key != "step":
-                found[name] = f"is {value.dtype}, its parameter {dtypes[parameter]}".replace("torch.", "")
+                yield name, f"is {value.dtype}, its parameter {dtypes[parameter]}".replace("torch.", "")
             elif parameter in dtypes and key in _SQUARES and value.numel() and value.min() < 0:
-                found[name] = "holds numbers below 0, which none of squares is"
-        return found
+                yield name, "holds numbers below 0, which none of squares is"
 
     def _mismatches(
         self, tensors: Mapping[str, Tensor], saved: Mapping[str, Any], kinds: Mapping[str, str]

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.segment import Segment
 
 _PIECE = re.compile(
     # a command: variables, the program, a group's name, the command's, and arguments, which are no plain English words
@@ -24,14 +23,13 @@ _PIECE = re.compile(
     r"|\S+"
 )
 """What one copies, or a word."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def escaped(text: str) -> str:
     """``text`` with escapes for what a terminal obeys, but for tabs and ends of lines: it may be of a file, a name or a
     model of anybody's.
     """
-    return _CONTROL.sub(lambda found: found.group().encode("unicode_escape").decode(), text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class Escaped(logging.Formatter):
@@ -46,7 +44,7 @@ def rich_console(**settings: Any) -> Console:
     from rich.console import Console
 
     class Escaping(Console):
-        def render(self, *args: Any, **kwargs: Any) -> Iterator[Segment]:
+        def render(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
             for part in super().render(*args, **kwargs):
                 yield part if part.control else part._replace(text=escaped(part.text))
 

@@ -294,7 +294,7 @@ class Checkpoints:
                 for name, parameter in parameters.items()
                 for key in groups["tensors"].get(name, ())
             }
-        _refuse_damage(reader, {**run.optimizer.impossible(tensors), **_void(tensors)}, run.cpu_group)
+        _refuse_damage(reader, dict(run.optimizer.impossible(tensors)) | _void(tensors), run.cpu_group)
         with reader.loading(reader.file_of("optimizer"), "optimizer"):
             check_steps(groups, tensors)
         trained = set().union(*gather(list(parameters), run.cpu_group))

@@ -173,6 +173,8 @@ def test_what_a_template_writes_is_bounded(made: str) -> None:
         ("{{ '{a}'.format_map({'a': 'b'}) }}{{ 'x'.format() }}", "bx"),
         ("{{ [20000000, 2]|join(', ') }}{{ [{'a': 1}, {'a': 2}]|join('-', attribute='a') }}", "20000000, 21-2"),
         ("{{ '-'.join(['a', 'b']|map('upper')) }}{{ ['a', 'b']|map('upper')|join }}", "A-BAB"),
+        ("{{ ('x' * 2000 ~ 'r' * 10000).replace('r' * 10000, '')|length }}", "2000"),
+        ("{{ 'abc'|replace(new='', old='b') }}{{ ['a', 'b']|join(d='-') }}", "aca-b"),
         ("{{ 'a\nb'|indent(2) }}{{ 'abc'.replace('b', 'xx')|replace('a', '')|center(7) }}", "a\n  b  xxc  "),
     ],
 )

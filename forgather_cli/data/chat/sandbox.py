@@ -19,8 +19,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-from forgather_cli.documents.regular_files import MAX_BYTES
-
 Span = tuple[int, int]
 """Characters [start, stop) of a text."""
 
@@ -28,12 +26,9 @@ Span = tuple[int, int]
 RENDERING_SECONDS = 5.0
 """For one conversation; hundreds of turns take milliseconds."""
 _MAX_LENGTH = 10_000_000  # characters of a conversation; characters or items of what an operator makes
-_GROWING = (
-    "center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace", "rjust", "wordwrap", "zfill"
-)  # fmt: skip
+_GROWING = {"center", "expandtabs", "format", "format_map", "indent", "join", "ljust", "replace", "rjust", "wordwrap",
+            "zfill"}  # fmt: skip
 """Filters and methods that may make a large text of a small one."""
-_SPECS = {"*": re.compile(r"%(?:\([^)]*\))?([^A-Za-z%]*)"), "{": re.compile(r"\{[^{}]*:([^{}]*\{?)")}
-"""Of ``%`` and of ``format``, by what stands for a width that is given with the values."""
 
 
 @dataclass
@@ -57,15 +52,15 @@ class Environment(ImmutableSandboxedEnvironment):
     make."""
 
     intercepted_binops = frozenset(["*", "**", "+", "%"])
-    concat = staticmethod(lambda pieces: "".join(within_bound(pieces)))
+    concat = staticmethod(lambda pieces: "".join(map(str, within_bound(pieces))))
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self._until = 0.0
         self._trace: Trace | None = None
-        self.globals |= {"_tick": self._tick, "_step": self._step, "_end": self._end, "_concat": _concat}
+        self.globals |= {"_tick": self._tick, "_step": self._step, "_end": self._end, "_concat": self.concat}
         del self.globals["lipsum"]  # as many words as a template likes
-        self.filters |= {name: _bounded(name, self.filters[name]) for name in _GROWING if name in self.filters}
+        self.filters |= {name: _bounded(name, self.filters[name]) for name in _GROWING & self.filters.keys()}
 
     def begin(self, trace: Trace | None = None) -> None:
         """A rendering begins, which notes in ``trace`` what there is to note."""
@@ -100,8 +95,7 @@ class Environment(ImmutableSandboxedEnvironment):
         if type(left) is str and type(right) is str and operator == "+" and len(left) + len(right) <= _MAX_LENGTH:
             return left + right  # nearly all that templates do: a sixth of the time of a conversation
         if operator == "%" and isinstance(left, str):
-            values = right.values() if isinstance(right, Mapping) else right if isinstance(right, tuple) else [right]
-            _check_growth("%", left, values)
+            _check_growth("%", left, *(right if isinstance(right, tuple) else [right]))
         if operator == "**":
             too_large = abs(right) > 1000 or abs(left) > 1_000_000
         else:
@@ -117,51 +111,50 @@ class Environment(ImmutableSandboxedEnvironment):
         method = getattr(called, "__wrapped__", called)  # Jinja wraps str.format
         text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(text, str) and name in _GROWING:
-            args = ([*args[0]],) if name == "join" and args else args  # it may be a generator
-            given = args[0] if name == "join" and args else args[0].values() if name == "format_map" and args else args
-            _check_growth(name, text, [*given, *kwargs.values()])
+            called = _bounded(name, called, text)
         return super().call(context, called, *args, **kwargs)
 
 
-def _bounded(name: str, filter_: Callable[..., str]) -> Callable[..., str]:
-    """A filter of Jinja's that looks at the size of what it will make."""
-    at = int(hasattr(filter_, "jinja_pass_arg"))  # the value's place
+def _bounded(name: str, make: Callable[..., str], *own: str) -> Callable[..., str]:
+    """A filter of Jinja's, or a method of its ``own`` text, that looks at the size of what it will make."""
+    at = int(hasattr(make, "jinja_pass_arg"))  # the place of a filter's value
 
-    @functools.wraps(filter_)
+    @functools.wraps(make)
     def bounded(*args: Any, **kwargs: Any) -> str:
-        value, given = args[at], [*args[at + 1 :], *kwargs.values()]
+        given = [*own, *args[at:], *(kwargs[key] for key in sorted(kwargs, reverse=True))]  # old before new
         if name == "join":
-            value, given = given, [*value]
-            args = (*args[:at], given, *args[at + 1 :])  # it may have been a generator
-        _check_growth("%" if name == "format" else name, str(value), given)
-        return filter_(*args, **kwargs)
+            between = sum(len(str(each)) for each in (own or given[1:]))
+            args = (*args[:at], *(within_bound(each, between) for each in args[at : at + 1]), *args[at + 1 :])
+        else:
+            _check_growth(name if own or name != "format" else "%", str(given[0]), *given[1:])
+        return make(*args, **kwargs)
 
     return bounded
 
 
-def _check_growth(name: str, text: str, given: Iterable[Any]) -> None:
-    """Raise where a filter or method would make too much of a text: ``MAX_BYTES`` characters or more."""
-    texts = [*within_bound(map(str, given))]
-    largest = max([0, *map(len, texts)])
-    if name == "join":  # which the text separates
-        grown = len(text) * len(texts)
-    elif name == "replace":
-        grown = max([0, *map(text.count, texts)]) * largest
+def _check_growth(name: str, text: str, *given: Any) -> None:
+    """Raise where a filter or method would make ``_MAX_LENGTH`` characters of a text, or more."""
+    values = [one for each in given for one in (each.values() if isinstance(each, Mapping) else [each])]
+    texts = [*map(str, within_bound(values))]
+    largest = max(map(len, texts), default=0)
+    if name == "replace":
+        grown = text.count(texts[0]) * largest
     elif name in ("%", "format", "format_map"):
-        mark = "*" if name == "%" else "{"
-        widths = re.findall(r"\d+", " ".join(_SPECS[mark].findall(text)).replace(mark, str(MAX_BYTES)))
+        # a spec, and in it the mark of a width that is given with the values
+        spec, mark = (r"%(?:\([^)]*\))?([^A-Za-z%]*)", "*") if name == "%" else (r"\{[^{}]*:([^{}]*\{?)", "{")
+        widths = re.findall(r"\d+", " ".join(re.findall(spec, text)).replace(mark, str(_MAX_LENGTH)))
         grown = (text.count("%") + text.count("{")) * max([largest, *map(int, widths)])
     else:
-        grown = (len(text) + 1) * max([largest, *(each for each in given if isinstance(each, int))])
-    if grown >= MAX_BYTES:
+        grown = (len(text) + 1) * max([largest, *(each for each in values if isinstance(each, int))])
+    if grown >= _MAX_LENGTH:
         raise jinja2.TemplateError(f"what {name} makes in it is too large")
 
 
-def within_bound(pieces: Iterable[str]) -> Iterator[str]:
-    """The pieces of a text, as long as it is none too large."""
+def within_bound(pieces: Iterable[Any], between: int = 0) -> Iterator[Any]:
+    """The pieces of a text, ``between`` characters apart, as long as it is none too large."""
     length = 0
     for piece in pieces:
-        length += len(piece)
+        length += len(str(piece)) + between
         if length > _MAX_LENGTH:
             raise jinja2.TemplateError(f"it writes more than {_MAX_LENGTH:,} characters")
         yield piece
@@ -206,15 +199,11 @@ class _Guards(NodeTransformer):
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return nodes.Call(nodes.Name("_concat", "load"), node.nodes, [], None, None).set_lineno(node.lineno)
+        return nodes.Call(nodes.Name("_concat", "load"), [nodes.List(node.nodes)], [], None, None, lineno=node.lineno)
 
 
 def _call(name: str, at: nodes.Node, *arguments: nodes.Expr) -> nodes.Node:
     return nodes.ExprStmt(nodes.Call(nodes.Name(name, "load"), list(arguments), [], None, None)).set_lineno(at.lineno)
-
-
-def _concat(*parts: Any) -> str:
-    return "".join(within_bound(map(str, parts)))
 
 
 class Turns(Extension):

@@ -325,9 +325,9 @@ def _objects(path: Path, damage: Damage, part: FilePart) -> Iterator[Record | Ba
     with opened(path) as file:
         if is_list:
             try:
-                codec = codec_of(path)  # a plain one is as large as it looks
-                content = file.handle.read(MAX_BYTES + 1 if codec else -1)
-                if codec and len(content) > MAX_BYTES:
+                # a plain one is as large as it looks
+                content = file.handle.read(MAX_BYTES + 1 if codec_of(path) else -1)
+                if codec_of(path) and len(content) > MAX_BYTES:
                     raise DataError(f"{path}: a list of more than {MAX_BYTES:,} bytes; decompress it, or write jsonl")
                 if problem := not_utf8(content):
                     raise DataError(f"{path}: {problem}")
@@ -391,8 +391,7 @@ def _lines(path: Path, file: Opened, part: FilePart = WHOLE) -> Iterator[bytes]:
     position = part.start
     for number, line in enumerate(iter(partial(file.handle.readline, MAX_BYTES + 1), b""), 1):
         if len(line) > MAX_BYTES:  # of a compressed file a few bytes may become any number
-            line_number = rows_before(path, part) + number
-            raise DataError(f"{path}:{line_number}: has more than {MAX_BYTES:,} bytes; split it, or remove it")
+            raise DataError(f"{path}:{rows_before(path, part) + number}: has more than {MAX_BYTES:,} bytes; split it")
         yield line
         position += len(line)
         if part.stop is not None and position >= part.stop:

@@ -486,8 +486,7 @@ def _panics_told(path: Path) -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # pyo3's
             raise
-        message = f"data.tokenizer: the tokenizers library cannot use {path} ({error}); give another tokenizer"
-        raise DataError(message) from error
+        raise DataError(f"data.tokenizer: the tokenizers library cannot use {path} ({error}); give another") from error
 
 
 def special_tokens(directory: Path) -> dict[str, str]:
