@@ -36,6 +36,8 @@ class DocumentLine(NamedTuple):
     borders: Tensor
     """(N + 1,) int32: where each begins among B x T, and the end. Some are empty, so that sizes seldom change."""
     window: tuple[int, int]
+    options: dict[str, Any]
+    """That heads may be grouped, where the function takes it: torch 2.11 does not."""
 
 
 Mask: TypeAlias = "Tensor | DocumentLine | BlockMask | None"
@@ -53,11 +55,14 @@ def has_varlen(device: torch.device) -> bool:
 
 def documents_of(starts: Tensor, length: int, window: int | None) -> DocumentLine:
     """``starts`` (B, n) int32: where documents begin in each row of ``length`` tokens, as the loader says."""
+    from torch.nn.attention.varlen import varlen_attn
+
     rows = torch.arange(len(starts), device=starts.device, dtype=torch.int32)[:, None]
     borders = F.pad((starts + length * rows).flatten(), (0, 1), value=len(starts) * length)
     if not torch.compiler.is_compiling() and "torch._dynamo" in sys.modules:  # and is not imported to be told
         torch._dynamo.maybe_mark_dynamic(borders, 0)  # else compiled blocks are compiled again for another size
-    return DocumentLine(borders, (-1 if window is None or window >= length else window - 1, 0))
+    options = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return DocumentLine(borders, (-1 if window is None or window >= length else window - 1, 0), options)
 
 
 def block_mask(
@@ -121,13 +126,12 @@ def attend_apart(q: Tensor, k: Tensor, v: Tensor, how: DocumentLine | BlockMask)
         return out
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    if groups > 1 and not grouped:  # torch 2.11
+    if groups > 1 and not how.options:
         k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     (B, _, T, _), borders = q.shape, how.borders
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, D)
     # the longest is T at most; for its length the host would have to wait
-    line: Any = varlen_attn(q, k, v, borders, borders, T, T, window_size=how.window, **grouped)
+    line: Any = varlen_attn(q, k, v, borders, borders, T, T, window_size=how.window, **how.options)
     y: Tensor = line.unflatten(0, (B, T)).transpose(1, 2)
     return y
 

@@ -182,17 +182,19 @@ def test_a_token_of_a_document_moves_no_other(
     assert torch.equal(moved, found.flip(0) == 0)  # which are other tokens than those of the encoder
 
 
+def compiled(scope: str, backend: str) -> tuple[Any, CompileCounterWithBackend]:
+    """A model with its blocks or all of it compiled, each as one graph, and what counts the graphs."""
+    torch._dynamo.reset()
+    model, counter = decoder(num_key_value_heads=2), CompileCounterWithBackend(backend)
+    for part in model.model.layers.values() if scope == "blocks" else [model]:
+        part.compile(backend=counter, fullgraph=True)
+    return model, counter
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("scope", ["blocks", "model"])
 def test_varying_documents_compile_nothing_again(scope: str, kernels: Any) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    model, tokens = decoder(num_key_value_heads=2), ids(2, T)
-    if scope == "blocks":
-        for block in model.model.layers.values():
-            block.compile(backend=counter, fullgraph=True)
-    else:
-        model.compile(backend=counter, fullgraph=True)
+    model, counter, tokens = *compiled(scope, "aot_eager"), ids(2, T)
     counts = [[300], [100, 200], [10] * 30, [1] * 299 + [1], [7] * 42 + [6], [5] * 60]
     for lengths in counts:
         batch = with_starts({"document_ids": documents([lengths, [150, 150]])})
@@ -206,14 +208,7 @@ def test_varying_documents_compile_nothing_again(scope: str, kernels: Any) -> No
 @torch.no_grad()
 @pytest.mark.parametrize("scope", ["blocks", "model"])
 def test_varying_blocks_compile_nothing_again(scope: str, kernels: Any) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    model, tokens = decoder(num_key_value_heads=2), ids(2, T)
-    if scope == "blocks":
-        for block in model.model.layers.values():
-            block.compile(backend=counter, fullgraph=True)
-    else:
-        model.compile(backend=counter, fullgraph=True)
+    model, counter, tokens = *compiled(scope, "eager"), ids(2, T)
     for lengths in ([300], [100, 200], [10] * 30, [7] * 42 + [6]):
         model(tokens, document_ids=documents([lengths, [150, 150]]))
     assert counter.frame_count == 1
