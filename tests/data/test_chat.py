@@ -39,39 +39,6 @@ def test_text_is_that_of_transformers(template: str) -> None:
         assert ours == render_jinja_template([talk], **kwargs)[0][0]
 
 
-def test_templates_that_do_not_tell_are_refused() -> None:
-    shuffled = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content | upper }}{% endfor %}"
-    with pytest.raises(DataError, match=r"where the assistant's turn in message 2 begins; put {% generation %}"):
-        ChatTemplate(shuffled, {}).render_spans(TALK)
-    assert ChatTemplate(shuffled, {}).ends_of_turns is None
-    backwards = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content }};{% endfor %}"
-    with pytest.raises(DataError, match="the assistant's turn in message 4 ends;"):
-        ChatTemplate(backwards, {}).render_spans(TALK)
-    for unlearned, told in ((0, "where message 1 ends, of which"), (3, "turn in message 4 begins;")):
-        with pytest.raises(DataError, match=told):
-            ChatTemplate(shuffled, {}).render_spans(TALK, train_on="all", unlearned=frozenset([unlearned]))
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{% for m in messages %}", r"does not compile \(line 1: Unexpected end of template"),
-        ("a\n{% generation %}{% if %}", r"does not compile \(line 2: "),
-        ("{{ raise_exception('no system') }}", r"refuses these messages \(no system\)"),
-        ("{{ messages[0].content + 1 }}", r"refuses these messages \(TypeError: "),
-        ("{{ messages[9].content }}", r"refuses these messages \(.*has no element 9\)"),
-        ("{{ 1 / 0 }}", r"refuses these messages \(ZeroDivisionError"),
-        ("{{ messages.append(1) }}", r"refuses these messages \(access to attribute .append. .* is unsafe"),
-        ("{{ ''.__class__.__mro__ }}", r"refuses these messages \(.*unsafe"),
-        ("{{ namespace(__x=1) }}", r"refuses these messages \(a namespace holds no"),
-        ("{{ dict.__subclasses__() }}", r"refuses these messages \(.*no attribute '__subclasses__'"),
-    ],
-)
-def test_bad_templates_are_one_sentence(source: str, message: str) -> None:
-    with pytest.raises(DataError, match=f"^the chat template {message}"):
-        ChatTemplate(source, {}).render(TALK)
-
-
 def test_wrong_order_of_roles() -> None:
     alternates = "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Alternate') }}{% endif %}"
     turn = "{{ '[I]' + m.content + '[/I]' if m.role == 'user' else m.content | trim + eos_token }}"

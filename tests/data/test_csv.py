@@ -62,28 +62,6 @@ def test_long_files_are_read_in_one_part(tmp_path: Path, monkeypatch: pytest.Mon
     assert [text for piece in corpus.pieces() for text in (d.text for d in corpus.read(piece, Damage()))] == lines
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"a,b\n1,2\n", r":2: no key 'text' \(its keys: a, b\); set data\.text_key"),
-        (b"text;b\n1;2\n", r":2: no key 'text' \(its keys: text;b\); set data\.text_key"),
-        (b"text,b\n1,2\n\n3,4,5\n", r":4: has 3 cells, and the header 2 \(text, b\); .* data\.on_bad_row=skip"),
-        (b'text,b\n"1\n\n2",2\n3\n', r":5: has 1 cells, and the header 2"),
-        (b"text,text\n1,2\n", r": two columns have one name \(text, text\); rename one"),
-        (b'text,b\n1,2\n"3,4\n5,6\n', r":3: its quotes are not closed or not doubled"),
-        (b'text,b\n1,2\n"3" x,4\n5,6\n', r":3: its quotes are not closed or not doubled"),
-        (b"text,b\n1,\x00\n", r": is not text .* UTF-8"),
-        (b"", r"data\.files: no text in 1 files"),
-        (b"text,b\n", r"data\.files: no text in 1 files"),
-    ],
-)
-def test_what_is_no_table_is_said_with_its_place(tmp_path: Path, content: bytes, message: str) -> None:
-    (tmp_path / "a.csv").write_bytes(content)
-    option = TextSettings(files=[str(tmp_path / "a.csv")], cache_dir=str(tmp_path / "cache"))
-    with pytest.raises(DataError, match=message):
-        load_data(option, seed=0)
-
-
 @pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
 def test_other_encodings_are_named(tmp_path: Path, encoding: str) -> None:
     path = write_cells(tmp_path / "a.csv", [["text"], ["some words"]], encoding)

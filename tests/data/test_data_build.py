@@ -136,24 +136,13 @@ def test_bad_utf8_is_said(tmp_path: Path, cache: str, caplog: pytest.LogCaptureF
     assert caplog.text.count("20 undecodable byte sequences in 1 files replaced") == 1
 
 
-def test_too_little_text_is_said_and_the_length_that_the_error_names_works(tmp_path: Path, cache: str) -> None:
+def test_the_length_that_the_error_names_works(tmp_path: Path, cache: str) -> None:
     path = tmp_path / "a.txt"
-    for content, share, message in (
-        ("", 0.1, r"no text in 1 files \(.*a\.txt\); they are empty"),
-        ("long enough " * 20, 1.0, r"data\.eval_fraction: 1\.0 leaves nothing to train on"),
-        ("short", 0.0, r"data\.seq_len: 32 .* split of 6 tokens; set data\.seq_len=6 or"),
-    ):
-        path.write_text(content)
-        with pytest.raises(DataError, match=message):
-            load(text(path, cache, eval_fraction=share))
+    path.write_text("short")
+    with pytest.raises(DataError, match=r"data\.seq_len: 32 .* split of 6 tokens; set data\.seq_len=6 or"):
+        load(text(path, cache, eval_fraction=0.0))
     data = load(text(path, cache, eval_fraction=0.0, seq_len=6))
     assert (len(data.train), data.eval) == (1, None)
-
-
-def test_unwritable_cache(corpus: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match=r"data\.cache_dir: cannot write the data cache \(.*; set data\.cache_dir to"):
-        load(text(corpus, str(tmp_path / "file" / "cache")))
 
 
 def build(connection: Connection, path: Path, cache: str, mode: str) -> None:
@@ -367,27 +356,6 @@ def test_indexes_of_before_are_used_again(cache: str, tmp_path: Path) -> None:
     assert data.fingerprint == "81d82cf56c088ea76fa33001c7e1db91"
 
 
-@pytest.mark.parametrize(
-    ("values", "dtype", "settings", "message"),
-    [
-        ([1, 257], "uint16", {}, r"token id 257 is outside the vocabulary of data\.tokenizer \(257 ids\)"),
-        ([1, -1], "int32", {"token_dtype": "int32"}, r"token id -1 is outside the vocabulary"),
-        ([1] * 50, "uint16", {"packing": "pad"}, r"data\.packing=pad: .* data\.document_separator .*token is 256"),
-        ([1] * 50, "uint16", {"isolate_documents": True}, r"data\.isolate_documents=true: nothing marks the documents"),
-        ([1] * 5, "uint16", {"eval_fraction": 0.0}, r"data\.seq_len: 8 is longer than the training split of 5 tokens"),
-        ([], "uint16", {}, "no tokens in 1 files"),
-        ([1], "uint16", {"eval_fraction": 0.5}, "leaves nothing to train on"),
-        ([1] * 9, "uint8", {}, r"9 bytes are no multiple of 2; set data\.token_dtype"),
-        ([1] * 9, "uint16", {"tokenizer": "bpe"}, "bpe is trained on text"),
-    ],
-)  # fmt: skip
-def test_bad_token_files(
-    tmp_path: Path, cache: str, values: list[int], dtype: str, settings: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
-        load(tokens(cache, write_bin(tmp_path / "a.bin", values, dtype), **settings))
-
-
 WIDE = np.random.default_rng(0).integers(0, 257, 5000)  # ids of a vocabulary that one byte and a bit hold
 LARGE = np.random.default_rng(1).integers(0, 150_000, 5000)  # of Qwen's
 PADDED = np.where(np.arange(5000) % 7 == 0, -100, WIDE)
@@ -432,17 +400,6 @@ def test_wider_ids_are_refused_and_read_where_they_are_named(
 def test_ids_of_two_bytes_are_never_refused(tmp_path: Path, cache: str, values: Any) -> None:
     made = load(tokens(cache, write_bin(tmp_path / "a.bin", values), eval_fraction=0.0, seq_len=2))
     assert all_ids(made.train) == list(values)[: len(values) // 2 * 2]
-
-
-def test_files_that_hold_no_tokens(tmp_path: Path, cache: str) -> None:
-    (tmp_path / "a.txt").write_text("x")
-    (tmp_path / "a.npy").write_bytes(b"none")
-    np.save(tmp_path / "b.npy", np.zeros(10))
-    np.save(tmp_path / "c.npy", np.ones((3, 4), np.int32, "F"))
-    told = {"a.txt": "are .bin or .npy", "a.npy": "cannot be read", "b.npy": "integers, got float64"}
-    for name, message in {**told, "c.npy": "C-ordered array of integers"}.items():
-        with pytest.raises(DataError, match=message):
-            load(tokens(cache, tmp_path / name))
 
 
 def test_synthetic_is_a_function_of_seed_and_number(cache: str) -> None:

@@ -23,7 +23,7 @@ from forgather_cli.config.schema import DataTarget
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.collate import Step, default_collate
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
-from forgather_cli.errors import ConfigError, DataError, TrainingError
+from forgather_cli.errors import DataError, TrainingError
 from forgather_cli.trainer.evaluate import in_rounds
 from forgather_cli.trainer.step_sync import Sum
 
@@ -439,22 +439,10 @@ def test_settings_stand_beside_the_target_and_are_not_passed_to_it() -> None:
     assert (config.dispatch_batches, config.dispatch_eval_batches) == (False, None)
     assert decode(to_tree(config)) == config
     assert load_config(None, chosen[:1]).config.dispatch_batches is None
-    with pytest.raises(ConfigError, match=r"^data\.dispatch_batches: must be true or false, got 'maybe'"):
-        load_config(None, [*chosen[:2], "data.dispatch_batches=maybe"])
     assert len(list(load_data(config.data, seed=1).train)) == 4
 
 
-def test_settings_that_nothing_reads_are_mistakes() -> None:
-    with pytest.raises(ConfigError, match=r"^dispatch_batches: nothing reads it with data=synthetic; ranks read its"):
-        load_config(None, ["trainer=ddp", "data=synthetic", "dispatch_batches=false"])
-    with pytest.raises(ConfigError, match=r"nothing reads it with trainer=single; choose trainer=ddp"):
-        load_config(None, ["+data._target_=test_dispatch.own", "data.dispatch_eval_batches=true"])
-
-    def load(kind: str, **settings: Any) -> None:
-        load_data(DataTarget(path="test_dispatch.own", kwargs={"kind": kind}, **settings), seed=1)
-
-    load("streams", dispatch_batches=False, dispatch_eval_batches=True)
-    load("stream", dispatch_batches=False)
-    for kind, name in (("numbered", "dispatch_batches"), ("stream", "dispatch_eval_batches")):
-        with pytest.raises(DataError, match=rf"data\.{name}: nothing reads it, since what test_dispatch\.own"):
-            load(kind, **{name: True})
+def test_settings_of_streams_are_read() -> None:
+    for kind, settings in (("streams", {"dispatch_eval_batches": True}), ("stream", {})):
+        given = DataTarget("test_dispatch.own", {"kind": kind}, dispatch_batches=False, **settings)
+        assert load_data(given, seed=1).train

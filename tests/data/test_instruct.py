@@ -212,21 +212,6 @@ def test_tokens_of_the_template_that_the_tokenizer_lacks_are_named(
         assert "forgather finalize MODEL DEST --add-tokens FILE" in caplog.text
 
 
-def test_what_is_no_chat_data_or_no_template_is_said(corpus: Path, directory: Path, tmp_path: Path) -> None:
-    named = r"^data\.chat_template: "
-    with pytest.raises(DataError, match=named + r"the tokenizer 'bytes' has no chat template; set data\."):
-        load(corpus, "bytes")
-    with pytest.raises(DataError, match=named + r".*nowhere: cannot be read \(No such file or directory\); gi"):
-        load(corpus, directory, chat_template="nowhere")
-    for name, content, message in (
-        ("chats.txt", "Hi", r"holds no records by its name; give jsonl, json, parquet, csv or tsv files"),
-        ("empty.jsonl", "\n", r"data\.files: no conversation in 1 files"),
-    ):
-        (tmp_path / name).write_text(content)
-        with pytest.raises(DataError, match=message):
-            load(tmp_path / name, directory)
-
-
 def test_stages_train_as_one_device_does(directory: Path, tmp_path: Path) -> None:
     corpus = write_chats(tmp_path / "chats.jsonl", 90)
     settings = ("data=instruct", f"data.files=[{corpus}]", f"tokenizer={directory}", f"data.cache_dir={tmp_path}/cache",

@@ -261,14 +261,6 @@ def test_streams_resume_exactly(kind: type[Count], workers: int) -> None:
         assert resumed.epoch == 1
 
 
-def test_a_stream_with_a_state_goes_on_with_as_many_workers() -> None:
-    first = loader(StatefulCount(1000), 4, 2)
-    next(iter(first))
-    other = at(first.state_dict(), loader(StatefulCount(1000), 4, 2, num_workers=2))
-    with pytest.raises(DataError, match=r"dataloader_num_workers: .* saved with 0 workers, got 2"):
-        next(iter(other))
-
-
 def test_any_iterable_of_samples_or_batches_and_the_names_of_columns() -> None:
     samples = loader((sample(i) for i in range(9)), 4, 2, drop_last=False)
     assert read(samples)[0] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8]]]
@@ -292,30 +284,6 @@ def test_ready_dataloader(kind: Any) -> None:
     assert states[1]["sample"] == 8
     assert read(at(states[0], ready()))[0] == steps[1:]
     assert read(data)[0] == steps, "the next epoch"
-
-
-def test_bad_data_says_what_to_do() -> None:
-    ragged = [{"input_ids": [0] * n, "labels": [0]} for n in (1, 2)]
-    named = {"input_ids": torch.ones(2, 3), "names": ["a", "b"]}
-    for data, batch, message in (
-        (Numbers(3), 8, r"global_batch_size: 8 sequences per step, but the training data has 3"),
-        (ragged, 2, r"'input_ids' has different lengths in one batch \(1, 2\); give a data_collator"),
-        ([{"input_ids": [0, 1]}] * 4, 4, r"no 'labels' \(its keys: input_ids\)"),
-        ([([0], [0])] * 4, 4, "a sample is a tuple, expected a dict"),
-        ([{"x": [{"y": 1}]}] * 4, 4, "cannot make a tensor of 'x'"),
-        (Count(5), 8, "ended before the first step of 8 samples"),
-        (iter([named]), 2, "batch key 'names' is a list, not a tensor"),
-    ):
-        with pytest.raises(DataError, match=message):
-            list(loader(data, batch))
-    with pytest.raises(DataError, match="has no samples"):
-        loader(Numbers(0), 8, drop_last=False)
-    for data, sample, message in (
-        (Numbers(8), 90, "data position is sample 90, but the training data has 8"),
-        (Count(8), 4, "position is that of a map-style dataset"),
-    ):
-        with pytest.raises(DataError, match=message):
-            loader(data).load_state_dict({"epoch": 0, "sample": sample})
 
 
 def test_global_random_numbers_are_left_alone() -> None:

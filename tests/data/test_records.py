@@ -156,40 +156,6 @@ def test_a_template_without_blocks_learns_the_completion_alone(tmp_path: Path) -
     assert learned(tmp_path, [record], template) == ["u:Hi;a:Yo;u:More;a:[So;]u:Hi;a:[Yo;]"]
 
 
-@pytest.mark.parametrize(
-    ("record", "settings", "what"),
-    [
-        ({"instruction": "Hi", "output": "Yo", "history": [["Hi"]]}, {}, "'history'"),
-        ({"instruction": "Hi", "output": "Yo", "history": [HI, YO]}, {}, "'history'"),
-        ({"text": ""}, {}, "'text' is empty"),
-        ({"text": 5}, {}, "data.mapping"),
-        ({"prompt": [HI, YO], "completion": [MORE]}, {}, "no turn of the assistant"),
-        ({"prompt": [], "completion": []}, {}, "no turn of the assistant"),
-        ({"messages": [HI, {**YO, "tool_calls": "move"}]}, {}, "'tool_calls' of message 2"),
-        ({"messages": [HI, YO], "tools": ["move"]}, {}, "'tools'"),
-        ({"conversations": [{"from": "function_call", "value": "move"}]}, {}, "the call in message 1 is not JSON"),
-        ({"q": [HI], "p": "Hi", "a": "Yo"}, {"mapping": {"q": "user", "p": "user", "a": "assistant"}}, "'q' and 'p'"),
-        ({"q": "Hi", "text": "Yo"}, {"mapping": {"q": "user", "a": "assistant"}}, "its keys: q, text"),
-        ({"messages": [HI]}, {}, "set data.train_on=all"),
-        ({"messages": []}, {}, "'messages' must be a list of messages, got an empty list"),
-        ({"messages": "Hi"}, {}, "'messages' must be a list of messages, got str"),
-        ({"line": "Hi"}, {}, "(its keys: line); set data.messages_key"),
-        ({"messages": [{**HI, "role": "bot"}]}, {}, "message 1 has the unknown role 'bot'; roles are system,"),
-        ({"messages": [HI, {"content": "Yo"}]}, {}, "message 2 has no role (its keys: content)"),
-        ({"messages": [HI, "Yo"]}, {}, "message 2 is str, not an object with role and content"),
-        ({"messages": [HI, {"role": "assistant"}]}, {}, "message 2 must have text as content, got none"),
-        ({"messages": [{**HI, "content": [1]}, YO]}, {}, "message 1 must have text as content, got list"),
-        ({"prompt": 1, "completion": "Yo"}, {}, "'prompt' is int, not text or a list of messages"),
-        ({"messages": [HI, YO], "tools": "{"}, {}, "'tools' is not JSON"),
-    ],
-)
-def test_records_that_are_none_are_named(tmp_path: Path, record: Any, settings: dict[str, Any], what: str) -> None:
-    path = write_lines(tmp_path / "records.jsonl", [{"messages": [HI, YO], "q": "Hi", "a": "Yo"}, record])
-    with pytest.raises(DataError, match=rf"records\.jsonl:2: .*{re.escape(what)}"):
-        load(path, **settings)
-    assert not list((tmp_path / "cache").glob("tokens/*")), "nothing is left behind"
-
-
 def calls(*arguments: Any) -> list[dict[str, Any]]:
     return [
         {"messages": [HI, {**YO, "tool_calls": [{"function": {"name": name, "arguments": each}}]}]}

@@ -15,7 +15,7 @@ from paired import mixture, model
 
 from forgather_cli.config.load import load_config
 from forgather_cli.data.paired.rows import Shape, batch_of_rows
-from forgather_cli.errors import ConfigError, ModelError
+from forgather_cli.errors import ConfigError
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, ModelWithLoss, model_logits
 from forgather_cli.models.generate import generate, prompt_inputs
 
@@ -119,19 +119,6 @@ def test_texts_of_the_decoder_are_those_of_the_class_that_is_written_with_a_cach
     alone, _, inputs = prompt_inputs(ours, [[4]], 2)
     one = generate(partial(model_logits, ours), alone, encoder_inputs=inputs, **chosen)[0].tolist()
     assert one == made[1].tolist()[: len(one)]
-
-
-def test_other_sources_are_refused(source: Path, tmp_path: Path) -> None:
-    transformers.LlamaConfig().save_pretrained(tmp_path / "llama")
-    with pytest.raises(ModelError, match=r"model\.init_from: .*is no Qwen3 model but llama"):
-        model(init_from=str(tmp_path / "llama"))
-    with pytest.raises(ModelError, match=r"model\.init_from: no such directory"):
-        model(init_from=str(tmp_path / "nothing"))
-    config = transformers.Qwen3Config.from_pretrained(source)
-    config.use_sliding_window, config.sliding_window, config.layer_types = True, 8, ["sliding_attention"] * 2
-    config.save_pretrained(tmp_path / "windowed")
-    with pytest.raises(ModelError, match=r"model\.init_from: .*sliding window"):
-        model(init_from=str(tmp_path / "windowed"))
 
 
 def test_what_does_not_go_together_is_told_at_once() -> None:

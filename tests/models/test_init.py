@@ -11,7 +11,6 @@ from torch import nn
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import DecoderSettings, EncoderDecoderSettings
-from forgather_cli.errors import ModelError
 from forgather_cli.models.build import build_model
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.init import allocate, init_parameters, stable_seed
@@ -140,27 +139,6 @@ def test_other_modules_are_reset_from_their_names() -> None:
     reseeded = Other()
     init_parameters(reseeded, 2)
     assert not torch.equal(reseeded.a.weight, cpu.a.weight)
-
-
-def test_a_module_that_cannot_be_initialised_is_named() -> None:
-    bare = nn.Module()
-    bare.inner = nn.Module()
-    bare.inner.scale = nn.Parameter(torch.ones(2))
-    with pytest.raises(ModelError, match=r"cannot initialise inner\.scale: Module has no reset_parameters"):
-        init_parameters(bare, 0)
-
-
-def test_a_buffer_that_nobody_fills_is_named() -> None:
-    class Masked(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(2, 2)
-            self.register_buffer("tril", torch.ones(2, 2).tril(), persistent=False)
-
-    with torch.device("meta"):
-        model = nn.Sequential(Masked())
-    lacks = r"Masked has no reset_buffers\(\) that computes 0\.tril .*construct_model_on=cpu"
-    with pytest.raises(ModelError, match=lacks):
-        allocate(model, "cpu")
 
 
 VOCABULARY = 300

@@ -13,20 +13,23 @@ import torch
 import transformers
 from chats import SHAPE, write_model
 from hf_models import assert_as_by_hand, load_theirs, newest_model, train
+from paired import model as encoder_decoder
 from parity import LAYOUTS, Result, assert_near, assert_parity, checkpoint_tensors
+from refusals import case, cases, table
 from safetensors.torch import load_file, save_file
-from test_decoder import SHAPES, decoder
+from test_decoder import SHAPES, decoder, small
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import PretrainedSettings, RopeScaling, Target, TransformersSettings
+from forgather_cli.config.schema import PretrainedSettings, RopeScaling, RunSettings, Target, TransformersSettings
 from forgather_cli.config.schema.decoder import family_of
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.inference.source import load_source
 from forgather_cli.models import files
 from forgather_cli.models.build import build_model, initialize, load_pretrained
-from forgather_cli.models.init import allocate
+from forgather_cli.models.init import allocate, init_parameters
 from forgather_cli.models.pretrained import decoder_settings_from_hf, hf_config, read_settings, write_model_files
 from forgather_cli.models.resize import NOISE, grown_vocabulary, new_rows
+from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.run_dir import RunDir
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -34,6 +37,8 @@ V = 67
 COMMON = {**SHAPE, "vocab_size": V, "max_position_embeddings": 64}
 LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32}  # fmt: skip
+OLD, TOKENS, NEW = 250, 257, 264  # rows of the model, tokens of data.tokenizer=bytes, a multiple of 8
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"rope_parameters": {**LLAMA3, "rope_theta": 500.0}, "attention_bias": True}),
@@ -142,9 +147,63 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(model_type: str) -> N
     assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def edit(path: Path, **changes: Any) -> None:
+    """Rewrite the weights: None takes a tensor out, a tensor puts one in."""
+    tensors = {**load_file(path / "model.safetensors"), **changes}
+    save_file({k: v for k, v in tensors.items() if v is not None}, path / "model.safetensors")
+
+
+def test_a_tied_model_may_store_either_name_and_old_rotary_buffers_pass(tmp_path: Path) -> None:
+    theirs = saved(tmp_path, tie_word_embeddings=True)
+    edit(tmp_path, **{"model.embed_tokens.weight": None, "lm_head.weight": theirs.lm_head.weight.detach().clone()})
+    edit(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    torch.testing.assert_close(loaded(tmp_path)(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def of_config(changes: dict[str, Any]) -> None:
+    Path("config.json").write_text(json.dumps({**COMMON, "model_type": "llama", **changes}))
+    build_model(PretrainedSettings(path="."), vocab_size=V, seq_len=20)
+
+
+def damaged(damage: Any, **settings: Any) -> None:
+    saved(Path(), **settings)
+    damage(Path("model.safetensors"))
+    loaded(Path())
+
+
+def edited(changes: dict[str, Any]) -> None:
+    damaged(lambda _: edit(Path(), **changes))
+
+
+def not_resized(kind: Any) -> None:
+    write_model(Path(), "llama", OLD)
+    build_model(kind(path="."), vocab_size=TOKENS, seq_len=16)
+
+
+def initialised() -> None:
+    bare = nn.ModuleDict({"inner": nn.Module()})
+    bare["inner"].scale = nn.Parameter(torch.ones(2))
+    init_parameters(bare, 0)
+
+
+def of_config_file(**changes: Any) -> None:
+    """An encoder-decoder that is to begin with this model."""
+    transformers.AutoConfig.for_model(**changes).save_pretrained(".")
+    encoder_decoder(init_from=".")
+
+
+class Masked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_buffer("tril", torch.ones(2, 2).tril(), persistent=False)
+
+
+def sizes(changes: dict[str, Any]) -> None:
+    small(**changes)
+
+
+test_what_is_refused = table(
+    *cases(ModelError, of_config, *((changes, rf"model\.path: .*config\.json: {told}") for changes, told in (
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "unsupported .* 'GPT2LMHeadModel'; .*qwen3"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "unsupported architecture 'LlamaForSequenceCl"),
         ({"model_type": None}, "unsupported architecture None"),
@@ -152,68 +211,50 @@ def test_left_out_keys_mean_what_they_mean_to_transformers(model_type: str) -> N
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type='longrope' is not supported; .*yarn"),
         ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0\.5 is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config=.* is not supported"),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-            "layer_types: sliding and full attention",
-        ),
-    ],
-)
-def test_what_the_decoder_lacks_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**COMMON, "model_type": "llama", **changes}))
-    with pytest.raises(ModelError, match=rf"model\.path: .*config\.json: {message}"):
-        build_model(PretrainedSettings(path=str(tmp_path)), vocab_size=V, seq_len=20)
-
-
-def edit(path: Path, **changes: Any) -> None:
-    """Rewrite the weights: None takes a tensor out, a tensor puts one in."""
-    tensors = {**load_file(path / "model.safetensors"), **changes}
-    save_file({k: v for k, v in tensors.items() if v is not None}, path / "model.safetensors")
-
-
-def test_tensors_that_do_not_fit_are_named_but_old_rotary_buffers_pass(tmp_path: Path) -> None:
-    saved(tmp_path)
-    for norm, message in (
-        (None, r"lacks 1 tensor \(model\.norm\.weight\), by its config\.json; mend"),
-        (torch.ones(31), r"model\.norm\.weight in .* has shape \(31,\), expected \(32,\) by"),
-    ):
-        edit(tmp_path, **{"model.norm.weight": norm})
-        with pytest.raises(ModelError, match=message):
-            loaded(tmp_path)
-    edit(tmp_path, **{"model.norm.weight": torch.ones(32)})
-    edit(tmp_path, **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
-    loaded(tmp_path)
-    edit(tmp_path, **{f"model.layers.{i}.mlp.extra": torch.ones(1) for i in range(7)})
-    with pytest.raises(ModelError, match=r"has 7 tensors \(model\.layers\.0\.mlp\.extra, .*, \.\.\.\) too many"):
-        loaded(tmp_path)
-
-
-def test_a_tied_model_may_store_either_name(tmp_path: Path) -> None:
-    theirs = saved(tmp_path, tie_word_embeddings=True)
-    edit(tmp_path, **{"model.embed_tokens.weight": None, "lm_head.weight": theirs.lm_head.weight.detach().clone()})
-    torch.testing.assert_close(loaded(tmp_path)(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_directories_that_hold_no_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.path: no such directory: .*nowhere"):
-        loaded(tmp_path / "nowhere")
-    with pytest.raises(ModelError, match=r"has no config\.json; expected a Hugging Face model directory"):
-        loaded(tmp_path)
-    saved(tmp_path)
-    weights = tmp_path / "model.safetensors"
-    weights.rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"has only pytorch_model\.bin, a pickle, which can run code .*NEW"):
-        loaded(tmp_path)
-    weights.write_bytes(b"\x10")
-    with pytest.raises(ModelError, match=r"cannot read .*model\.safetensors"):
-        loaded(tmp_path)
-    weights.unlink()
-    saved(tmp_path, shard="20KB")
-    next(tmp_path.glob("model-00002-*.safetensors")).unlink()
-    with pytest.raises(ModelError, match=r"cannot read .*model-00002-of"):
-        loaded(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"config\.json: cannot be read"):
-        loaded(tmp_path)
+        ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+         "layer_types: sliding and full attention"),
+    ))),
+    case(ModelError, r"model\.path: no such directory: .*nowhere", loaded, Path("nowhere")),
+    case(ModelError, r"has no config\.json; expected a Hugging Face model directory", loaded, Path()),
+    case(ModelError, r"has only pytorch_model\.bin, a pickle, which can run code .*NEW",
+         damaged, lambda weights: weights.rename("pytorch_model.bin")),
+    case(ModelError, r"cannot read .*model\.safetensors", damaged, lambda weights: weights.write_bytes(b"\x10")),
+    case(ModelError, r"cannot read .*model-00002-of",
+         damaged, lambda _: next(Path().glob("model-00002-*.safetensors")).unlink(), shard="20KB"),
+    case(ModelError, r"config\.json: cannot be read", damaged, lambda _: Path("config.json").write_text("{")),
+    *cases(ModelError, edited,
+        ({"model.norm.weight": None}, r"lacks 1 tensor \(model\.norm\.weight\), by its config\.json; mend"),
+        ({"model.norm.weight": torch.ones(31)}, r"model\.norm\.weight in .* has shape \(31,\), expected \(32,\) by"),
+        ({f"model.layers.{i}.mlp.extra": torch.ones(1) for i in range(7)},
+         r"has 7 tensors \(model\.layers\.0\.mlp\.extra, .*, \.\.\.\) too many"),
+    ),
+    *(case(ModelError, r"data\.tokenizer: has 257 tokens, .* only 250; set model\.resize_vocab", not_resized, kind)
+      for kind in (PretrainedSettings, TransformersSettings)),
+    case(ConfigError, r"model\._target_: cannot import nowhere\.Model",
+         build_model, Target(path="nowhere.Model"), vocab_size=9, seq_len=4),
+    # settings of the decoder
+    *cases(ModelError, sizes,
+        ({"vocab_size": 100}, r"model\.vocab_size: the tokenizer has 101 tokens, got 100; set model\.vocab_size=null"),
+        ({"hidden_size": 30}, r"model\.hidden_size: must be a multiple of model\.num_attention_heads=4, got 30"),
+        ({"num_key_value_heads": 3}, r"model\.num_key_value_heads: must divide model\.num_attention_heads=4, got 3"),
+        ({"head_dim": 7}, r"model\.head_dim: .* even head size, got 7"),
+        ({"qk_norm": True, "mlp_bias": True}, r"model\.qk_norm=true, model\.mlp_bias=true: no Hugging Face"),
+        ({"sliding_window": 4, "mlp_bias": True}, r"model\.sliding_window=4, model\.mlp_bias=true: no Hugging Face"),
+        ({"attention_output_bias": True}, r"model\.attention_output_bias=true: no Hugging Face architecture"),
+    ),
+    # modules of the user's
+    case(ModelError, r"cannot initialise inner\.scale: Module has no reset_parameters", initialised),
+    case(ModelError, r"Masked has no reset_buffers\(\) that computes 0\.tril .*construct_model_on=cpu",
+         lambda: allocate(nn.Sequential(Masked().to("meta")), "cpu")),
+    case(ModelError, r"gradient_checkpointing: Linear has no nn\.ModuleList .*gradient_checkpointing=false",
+         apply_activation_checkpointing, nn.Linear(2, 2)),
+    case(ModelError, "torch_compile: Linear has no", compile_blocks, nn.Linear(2, 2), RunSettings()),
+    # the model that an encoder-decoder begins with
+    case(ModelError, r"model\.init_from: .*is no Qwen3 model but llama", of_config_file, model_type="llama"),
+    case(ModelError, r"model\.init_from: no such directory", encoder_decoder, init_from="nothing"),
+    case(ModelError, r"model\.init_from: .*sliding window", of_config_file, model_type="qwen3",
+         use_sliding_window=True, sliding_window=8, num_hidden_layers=2, layer_types=["sliding_attention"] * 2),
+)  # fmt: skip
 
 
 class Custom(nn.Linear):
@@ -226,12 +267,6 @@ def test_targets_get_the_sizes_they_name() -> None:
     assert model.weight.shape == (9, 5)
     given = build_model(Target(path=f"{__name__}.Custom", kwargs={"vocab_size": 2}), vocab_size=9, seq_len=4)
     assert given.weight.shape == (2, 3), "given arguments win"
-    with pytest.raises(ConfigError, match=r"model\._target_: cannot import nowhere\.Model"):
-        build_model(Target(path="nowhere.Model"), vocab_size=9, seq_len=4)
-
-
-OLD, TOKENS, NEW = 250, 257, 264  # rows of the model, tokens of data.tokenizer=bytes, a multiple of 8
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def test_new_rows_stand_at_the_mean_and_apart() -> None:
@@ -250,13 +285,6 @@ def test_new_rows_stand_at_the_mean_and_apart() -> None:
 def test_a_vocabulary_grows_and_never_shrinks(rows: int, multiple: int | None, expected: int) -> None:
     option = PretrainedSettings(path="x", resize_vocabulary=True, pad_vocab_to_multiple_of=multiple)
     assert grown_vocabulary(option, rows, tokens=TOKENS) == expected
-
-
-def test_without_being_told_to_a_model_is_not_resized(tmp_path: Path) -> None:
-    write_model(tmp_path, "llama", OLD)
-    for option in (PretrainedSettings(path=str(tmp_path)), TransformersSettings(path=str(tmp_path))):
-        with pytest.raises(ModelError, match=r"data\.tokenizer: has 257 tokens, .* only 250; set model\.resize_vocab"):
-            build_model(option, vocab_size=TOKENS, seq_len=16)
 
 
 def grown(path: Path) -> list[str]:

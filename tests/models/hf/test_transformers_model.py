@@ -18,6 +18,7 @@ import torch
 import yaml
 from hf_models import CONFIGS, assert_as_by_hand, fresh, load_theirs, newest_model, train
 from parity import LAYOUTS, Result, assert_near, assert_parity
+from refusals import case, cases, table
 from torch import Tensor
 
 from forgather_cli.config.pipeline_layout import stage_layout
@@ -185,16 +186,6 @@ def test_classes_of_transformers_keep_documents_apart_by_blocks(name: str, monke
     assert model.twin() is not None
 
 
-def test_a_class_that_cannot_keep_documents_apart_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"isolate_documents: OPTForCausalLM .* set isolate_documents=false"):
-        model_of(settings_of("opt"))(tokens(), document_ids=torch.zeros_like(tokens()))
-
-
-def test_a_capped_head_is_refused_by_the_fused_loss() -> None:
-    with pytest.raises(ModelError, match=r"loss: Gemma2ForCausalLM does more to its logits .*; set loss=cross_entropy"):
-        model_of(settings_of("gemma2")).hidden_states(tokens())
-
-
 def test_first_values_depend_on_name_and_seed_alone() -> None:
     model, shorter = model_of(settings_of("gpt2")), model_of(settings_of("gpt2", n_layer=1))
     name = "transformer.h.0.attn.c_proj.weight"
@@ -252,9 +243,17 @@ def test_runs_and_foreign_directories_are_sources(runs: dict[str, Result]) -> No
     assert config["eos_token_id"] == 256
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
+def of_config(config: dict[str, Any] | str) -> None:
+    model_of(TransformersSettings(config=config))
+
+
+def staged(model_type: str, changes: dict[str, Any]) -> None:
+    model = shaped(model_type, **changes)
+    stage_of(model, STAGES, 0, splitter_of(model, None))
+
+
+test_what_is_refused = table(
+    *cases(ModelError, of_config,
         ({"model_type": "gtp2"}, r"model\.config: transformers \S+ has no model_type 'gtp2'; did you mean gpt2\?"),
         ({"model_type": "vit"}, r"model_type 'vit' has no causal language model"),
         ({"model_type": "gpt2", "n_layr": 2}, r"model\.config\.n_layr: GPT2Config has no such .*; did you mean n_"),
@@ -263,11 +262,17 @@ def test_runs_and_foreign_directories_are_sources(runs: dict[str, Result]) -> No
         ({"model_type": "gpt2", "n_positions": 8}, r"data\.seq_len: GPT2LMHeadModel has 8 learned positions .* got 16"),
         ({"model_type": "bert"}, r"model\.config\.is_decoder: BertLMHeadModel .* sees the tokens"),
         ("/nowhere", r"model\.config: no such directory: /nowhere; names on the hub are not downloaded"),
-    ],
-)
-def test_configs_that_make_no_model(config: dict[str, object] | str, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        model_of(TransformersSettings(config=config))
+    ),
+    case(ModelError, r"isolate_documents: OPTForCausalLM .* set isolate_documents=false",
+         lambda: model_of(settings_of("opt"))(tokens(), document_ids=torch.zeros_like(tokens()))),
+    case(ModelError, r"loss: Gemma2ForCausalLM does more to its logits .*; set loss=cross_entropy",
+         lambda: model_of(settings_of("gemma2")).hidden_states(tokens())),
+    case(ModelError, r"model_splitter", lambda: splitter_of(model_of(settings_of("gpt2")), None)),
+    # a scale, a norm before the layers, layers of which each counts as two
+    *(case(ModelError, "ForCausalLM does more than run its 3 layers .*model_splitter", staged, *given) for given in (
+        ("granite", {"embedding_multiplier": 2.0}), ("nanochat", {}), ("longcat_flash", {"num_layers": 1}),
+    )),
+)  # fmt: skip
 
 
 def test_weights_of_another_model_are_refused(runs: dict[str, Result], tmp_path: Path) -> None:
@@ -349,19 +354,3 @@ def test_a_model_of_a_script_is_cut_too() -> None:
     with torch.no_grad():
         first, second, last = (stage_of(theirs, STAGES, index, decoder_stages).eval() for index in range(3))
         torch.testing.assert_close(last(second(first(tokens()))).logits, theirs(tokens()).logits)
-
-
-def test_a_class_of_another_shape_is_told_what_it_lacks() -> None:
-    with pytest.raises(ModelError, match=r"model_splitter"):
-        splitter_of(model_of(settings_of("gpt2")), None)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [("granite", {"embedding_multiplier": 2.0}), ("nanochat", {}), ("longcat_flash", {"num_layers": 1})],
-)
-def test_a_class_that_does_more_than_run_its_layers_is_refused(model_type: str, changes: dict[str, Any]) -> None:
-    """A scale, a norm before the layers, layers of which each counts as two."""
-    model = shaped(model_type, **changes)
-    with pytest.raises(ModelError, match=r"ForCausalLM does more than run its 3 layers .*model_splitter"):
-        stage_of(model, STAGES, 0, splitter_of(model, None))
