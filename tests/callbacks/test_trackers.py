@@ -259,22 +259,6 @@ def test_a_package_that_is_missing_is_named_with_its_install(tmp_path: Path, mon
         assert not RunDir(tmp_path / "run").is_used()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["names=[wandbb]"], "callbacks.trackers.names: unknown tracker, got 'wandbb'; did you mean wandb?"),
-        (["names=[]"], "callbacks.trackers.names: is empty; name a tracker, or remove it with ~callbacks.trackers"),
-        (["names=wandb"], "callbacks.trackers.names: must be a list"),
-        (["init_kwargs={mlflow: {run_id: a}}"], "callbacks.trackers.init_kwargs.mlflow: nothing reads it, since"),
-        (["run=a"], "callbacks.trackers.run: unknown setting"),
-    ],
-)
-def test_config_mistakes(words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, [f"+callbacks.trackers.{word}" for word in words])
-    assert any(problem.startswith(message) for problem in caught.value.problems), caught.value
-
-
 @pytest.mark.parametrize(("name", "key"), [("swanlab", "logdir"), ("dvclive", "dir")])
 def test_files_of_others_lie_in_the_run_too(
     name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -152,21 +152,6 @@ def test_a_signal_to_a_job_answers_the_commands_it_has(say: Any) -> None:
     assert (answer.state, answer.checkpoint) == ("done", str(RUN.checkpoint(ended().step).absolute()))
 
 
-def test_mistakes_in_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    for words, messages in (
-        (["callbacks.control.port=0", "callbacks.control.h=1"], ["control.port: must be", "control.h: unknown"]),
-        (["callbacks.control.port=70000"], ["control.port: must be"]),
-        (["job_id=../up", "callbacks.control.auth_token=short"], ["job_id: must be at most 100", "must be 16 or more"]),
-        (["job_id=latest"], ["job_id: latest stands for the newest job"]),
-        (["callbacks.control.enable_http=false", "callbacks.control.port=8901"], ["control.port: nothing reads"]),
-        (["~callbacks.control", "job_id=mine"], ["add '+callbacks.control={}' or leave job_id out"]),
-        (["callbacks.control.disable_auth=true", f"callbacks.control.auth_token={'a' * 16}"], ["nothing reads it"]),
-    ):
-        assert forgather("train", *words) == 2
-        told = capsys.readouterr().err
-        assert all(message in told for message in messages), told
-
-
 def test_abort_from_the_command_line(say: Any) -> None:
     with training("callbacks.control.disable_auth=true") as job:
         job_id = registry.resolve(None).job_id

@@ -15,12 +15,11 @@ from program import Process
 from ranks import run_ranks
 from streams import all_rows, assert_goes_on_from_anywhere, in_order, rows_of, steps_of, write_dataset
 
-from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import HfSettings, InstructSettings, TextSettings
 from forgather_cli.data.build import cached_token_counts, load_data
 from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.splits import DataSplits
-from forgather_cli.errors import ConfigError, DataError
+from forgather_cli.errors import DataError
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*set_vital")  # deprecated in torch 2.13, called by torchdata 0.11
 SEQ_LEN = 32
@@ -123,29 +122,6 @@ def test_a_null_text_is_a_bad_row(tmp_path: Path, streaming: bool) -> None:
         rows_of(load(option(tmp_path, "with.jsonl", streaming=streaming)).train)
     skipped = load(option(tmp_path, "with.jsonl", on_bad_row="skip", streaming=streaming)).train
     assert rows_of(skipped) == rows_of(load(option(tmp_path, "without.jsonl", streaming=streaming)).train)
-
-
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("data=hf", ["dataset: data=hf reads a dataset of the hub, a directory or data_files, got none"]),
-        ("data=hf dataset=x streaming=true tokenizer=bpe eval_fraction=0.1 train_split='train[:5%]'",
-         ["tokenizer: bpe is trained on a whole corpus", "eval_fraction: nothing reads it with streaming=true",
-          "train_split: a stream is read from its beginning"]),
-        ("data=hf dataset=x trainer=ddp dispatch_batches=false shuffle_buffer=5 eval_files=[a.json]",
-         ["dispatch_batches: nothing reads it with data=hf", "shuffle_buffer: nothing reads it with streaming=false",
-          "eval_files: go with data_files"]),
-        ("data=instruct", ["files: data=instruct reads chat files, or a dataset"]),
-        ("data=instruct files=[a.jsonl] dataset=x",
-         ["dataset: nothing reads it with files=[a.jsonl]; leave files out"]),
-        ("data=instruct dataset=x streaming=true eval_files=[a.json]",
-         ["eval_files: go with files or data_files", "packing: best_fit"]),
-    ],
-)  # fmt: skip
-def test_settings_that_contradict_each_other(words: str, told: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, words.split())
-    assert [part for part in told if part not in str(caught.value)] == []
 
 
 _OFFLINE = """

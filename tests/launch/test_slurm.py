@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import tiny
 from program import SMALL as WORDS
-from program import Process, forgather, printed
+from program import Process, printed
 from two_ranks import SMALL, recorded_steps
 
 from forgather_cli.launch.exit_status import read_exit_record
@@ -66,19 +66,6 @@ def test_slurm_reads_every_line_and_bash_runs_the_rest(script: Script) -> None:
     assert filled.keys() - asked.keys() == {"account", "partition"}
     assert next(line for line in lines[first:] if line.startswith("# ")).startswith("# Ranks end one after another")
     assert any(line.startswith("# module load") for line in lines[:first])
-
-
-def test_what_no_file_can_say(script: Script, capsys: pytest.CaptureFixture[str]) -> None:
-    for words, message in (
-        (["--print-sbatch", "--time=5:00"], "--time: must be HH:MM:SS or D-HH:MM:SS"),
-        (["--print-sbatch", "--time=00:09:59"], "--time: must be .* 10 minutes or more"),
-        (["--time=01:00:00"], "--time: .*; add --print-sbatch"),
-        (["--print-sbatch", "-m"], "--print-sbatch: .*; leave out --multirun"),
-        (["--print-sbatch", "trainer=ddp", "device=cuda"], "nproc_per_node: .*; set those of a node"),
-        (["--print-sbatch", "trainer=ddp", "max_restarts=1"], "max_restarts: .*Slurm.*; leave it out"),
-    ):
-        assert forgather("train", *WORDS, *words) == 2
-        assert re.search(message, capsys.readouterr().err)
 
 
 class Slurm:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from functools import partial
 from pathlib import Path
 
@@ -13,9 +12,7 @@ import torch
 from chats import write_model
 from paired import mixture, model
 
-from forgather_cli.config.load import load_config
 from forgather_cli.data.paired.rows import Shape, batch_of_rows
-from forgather_cli.errors import ConfigError
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, ModelWithLoss, model_logits
 from forgather_cli.models.generate import generate, prompt_inputs
 
@@ -119,23 +116,3 @@ def test_texts_of_the_decoder_are_those_of_the_class_that_is_written_with_a_cach
     alone, _, inputs = prompt_inputs(ours, [[4]], 2)
     one = generate(partial(model_logits, ours), alone, encoder_inputs=inputs, **chosen)[0].tolist()
     assert one == made[1].tolist()[: len(one)]
-
-
-def test_what_does_not_go_together_is_told_at_once() -> None:
-    wrong = ["trainer=pipeline", "pack_encoder=64", "ul2_task_weights=[1.0]", "data.files=[a]", "cross_attention=self"]
-    for words, *messages in (
-        (["model=qwen3_encdec"], r"data: model=qwen3_encdec .*choose data=ul2"),
-        (["data=ul2"], r"model: data=ul2 .*choose model=qwen3_encdec"),
-        (
-            ["model=qwen3_encdec", "data=ul2", *wrong],
-            r"trainer: pipeline .*choose trainer=fsdp2 or ddp",
-            r"pack_encoder: must hold .*max_encoder_length",
-            r"ul2_task_weights: .*give 5",
-            r"files: nothing reads it with source=python_stdlib",
-            r"cross_attention: .*set model\.init_from=DIR",
-        ),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            load_config(None, words)
-        for message in messages:
-            assert re.search(message, str(caught.value))

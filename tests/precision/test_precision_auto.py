@@ -14,7 +14,6 @@ from program import forgather
 
 from forgather_cli import hardware
 from forgather_cli.config.load import load_config
-from forgather_cli.errors import ConfigError
 from forgather_cli.hardware import bf16_on
 from forgather_cli.plan.run import make_plan
 from forgather_cli.trainer import TrainingArguments
@@ -90,34 +89,6 @@ def test_plans_and_scripts_count_with_it(instruction: str, precision: str, monke
     assert made.auto_because
     assert replace(made, auto_because="") == make_plan(known)
     assert TrainingArguments("out", precision="auto", use_cpu=True).precision.type == precision
-
-
-REFUSED = [
-    ("fp16 trainer=pipeline", "precision: fp16 scales the loss, which trainer=pipeline does not; set precision=bf16"),
-    ("fp16 optimizer=adamw fuse_optim_with_backward=true max_grad_norm=null", "fuse_optim_with_backward: steps before"),
-    ("fp16 trainer=ddp post_local_sgd.enabled=true", "post_local_sgd.enabled: ranks that train by themselves would"),
-    ("fp16 trainer=ddp comm_hook=powersgd", "comm_hook: an overflow of precision=fp16 would stay in powersgd's error"),
-    ("fp16 trainer=fsdp2 param_dtype=bf16", "param_dtype: bf16 contradicts precision=fp16; set precision=bf16"),
-    ("bf16_true trainer=ddp comm_hook=fp16_compress", "comm_hook: fp16_compress makes gradients of precision=bf16_tru"),
-    ("bf16_true trainer=fsdp2 param_dtype=fp32", "param_dtype: fp32 contradicts precision=bf16_true"),
-    ("fp8 emulate=false device=cpu", "emulate: device=cpu does not multiply in float8"),
-    ("fp8 precision.exclude=['(']", "precision.exclude: not a regular expression"),
-    ("fp8 loss=linear_cross_entropy precision.exclude=[]", "precision.exclude: loss=linear_cross_entropy"),
-    ("fp8 trainer=fsdp2 param_dtype=fp32", "param_dtype: fp32 contradicts precision=fp8"),
-    ("qat qat_recipe=int8-weight-only group_size=32", "group_size: nothing reads it with qat_recipe=int8-weight"),
-    ("qat group_size=1", "group_size: must be at least 2, got 1"),
-    ("qat qat_recipe=int4-weight-only group_size=16", "group_size: qat_recipe=int4-weight-only takes one of"),
-    ("qat loss=linear_cross_entropy precision.exclude=[]", "precision.exclude: loss=linear_cross_entropy"),
-    ("qat trainer=fsdp2 param_dtype=bf16", "param_dtype: bf16 contradicts precision=qat"),
-]
-
-
-@pytest.mark.parametrize(("words", "message"), REFUSED)
-def test_what_a_precision_contradicts_is_a_config_mistake(words: str, message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, f"model=nano data=synthetic precision={words}".split())
-    [problem] = caught.value.problems
-    assert problem.startswith(message)
 
 
 def test_a_recipe_that_says_nothing_has_it(tmp_path: Path) -> None:

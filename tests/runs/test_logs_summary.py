@@ -81,14 +81,6 @@ def test_states_are_those_of_the_jobs(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "not a record of metrics" in broken["reason"]
 
 
-def test_what_leads_to_no_run_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path, said in (
-        ("nowhere", "no such directory"), ("no*", "matches no run"), (".", "has no metrics.jsonl or config.yaml"),
-    ):  # fmt: skip
-        assert said in refusal(capsys, "logs", "summary", str(tmp_path / path))
-    assert "use one of them" in refusal(capsys, "logs", "summary", str(tmp_path), "--json", "--markdown")
-
-
 def test_logs_that_went_to_a_directory_of_their_own_are_found(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", [2.0], logging_dir=str(tmp_path / "logs"))
     (tmp_path / "logs").mkdir()

@@ -145,20 +145,6 @@ def test_what_makes_no_stages_is_said_on_every_rank(name: str) -> None:
         assert re.search(REFUSED[name][1], str(rank[name]))
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ("model_splitter._target_=own_stages.splitt", r"model_splitter\._target_: cannot import own_stages\.splitt"),
-        ("model_splitter={_target_: own_stages.split, depth: 2}", r"model_splitter\.depth: own_stages\.split takes no"),
-        ("model_splitter=own_stages.split", r"model_splitter: must be a mapping with a _target_"),
-        ("schedule=Zigzag", r"schedule: must be 1F1B, .* or a mapping with a _target_, got 'Zigzag'"),
-    ],
-)
-def test_settings_are_checked_before_anything_starts(setting: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_config(None, [*OWN, "trainer=pipeline", setting])
-
-
 @pytest.mark.parametrize("name", ["own, tied", "qwen3"])
 def test_the_plan_has_the_stages(name: str) -> None:
     splits = SPLIT if name.startswith("own") else ()

@@ -99,7 +99,6 @@ def test_jobs_at_once_need_a_gpu_for_each_rank(
     assert forgather(*words) == 0  # on a CPU
     told = "--jobs: 2 at once with 2 GPUs each (nproc_per_node) need 4, and this machine has 3; give --jobs 1"
     assert told in refusal(capsys, *words, "device=auto")
-    assert "add --multirun" in refusal(capsys, "train", "--jobs", "2")
 
 
 def test_a_sweep_tells_a_job_without_metrics_by_how_it_ended(tmp_path: Path) -> None:

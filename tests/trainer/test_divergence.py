@@ -32,7 +32,6 @@ from forgather_cli.checkpoint.manifest import read_manifest
 from forgather_cli.checkpoint.retention import delete_abandoned, list_checkpoints
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback, read_rollbacks
 from forgather_cli.config.decode import load_saved
-from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import DivergenceSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.order import Order
@@ -133,23 +132,6 @@ def test_its_state_goes_on() -> None:
             after.detector.load_state_dict(json.loads(json.dumps(before.detector.state_dict())))
             after.state.global_step = cut
             assert after.feed(*values[cut:]) == 7
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["threshold=null"], "callbacks.divergence.threshold: null without relative_threshold judges nothing"),
-        (["max_rollbacks=2"], "callbacks.divergence.max_rollbacks: nothing reads it with action=stop"),
-        (["use_eval_loss=true", "metric_key=loss"], "callbacks.divergence.metric_key: names another metric"),
-        (["use_eval_loss=true", "+eval_strategy=no"], "callbacks.divergence.use_eval_loss: needs evaluations"),
-        (["action=rollback", "+save_strategy=no"], "callbacks.divergence.action: rollback needs checkpoints"),
-    ],
-)
-def test_settings_that_make_no_sense_are_named(words: list[str], message: str) -> None:
-    typed = [word[1:] if word[0] == "+" else f"callbacks.divergence.{word}" for word in words]
-    with pytest.raises(ConfigError) as caught:
-        load_config(None, ["model=nano", *typed])
-    assert any(problem.startswith(message) for problem in caught.value.problems), caught.value.problems
 
 
 BATCH = 8
