@@ -17,7 +17,7 @@ import yaml
 from golden_runs import CASES, GOLDEN, MAX_STEPS, STOPPED
 from parity import checkpoint_tensors
 from processors import pretend
-from program import forgather
+from program import forgather, refusal
 from ranks import run_ranks
 from safetensors.torch import load_file
 
@@ -101,8 +101,7 @@ def test_chats_that_today_s_rules_read_otherwise_are_refused_with_the_remedy(
     file.write_text((GOLDEN / file).read_text().replace('"role": "user"', '"role": "user", "name": "Ann"'))
     os.utime(file, (0, 0))  # nothing says that it has changed
     words = [f"data.files=[{file}]", "data.cache_dir=cache"]
-    assert forgather("resume", str(run.root), *words) == 2
-    refused = capfd.readouterr().err
+    refused = refusal(capfd, "resume", str(run.root), *words)
     assert "other rules" in refused
     assert "the version of Forgather that saved it, or leave data out of resume_components" in refused
     assert not list(run.checkpoints.glob("*7*")), "nothing is trained"

@@ -10,7 +10,7 @@ from pathlib import Path
 import chats
 import paired
 import pytest
-from program import Process, forgather
+from program import Process, forgather, refusal
 
 from forgather_cli.config.decode import dump_tree
 from forgather_cli.documents.json_and_yaml import parse_yaml
@@ -99,8 +99,7 @@ def test_data_are_found_by_a_pattern(words: str, capfd: pytest.CaptureFixture[st
     ],
 )
 def test_a_name_in_other_bytes_is_one_message(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
-    assert forgather(*words) == 2
-    told = capfd.readouterr().err
+    told = refusal(capfd, *words)
     assert "Traceback" not in told
     assert "error: " in told
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from processors import pretend
+from refusals import case, cases, table
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import (
@@ -231,24 +232,51 @@ def test_mistakes_in_groups(option: OptimizerOption, problem: str):
     assert re.search(problem, found[0])
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        (SGDSettings(nesterov=True), "optimizer: SGD refused its settings: Nesterov"),
-        (AdafactorSettings(clipping_threshold=0.5), "optimizer: Adafactor refused its settings: Clipping threshold"),
-        (AdafactorSettings(groups=group("head", clipping_threshold=0.5)), r"\(group mine\): Adafactor refused"),
-        (Target("torch.optim.Nothing"), "optimizer._target_: cannot import torch.optim.Nothing"),
-        (Target("torch.optim.Adam", {"speed": 3}), "optimizer.speed: torch.optim.Adam takes no such argument"),
-        (Target("builtins.dict"), "optimizer: builtins.dict failed when it was made: ValueError"),
-        (Target(f"{__name__}.LR"), "optimizer._target_: .*it is a float, no class or function"),
-        (AdamWSettings(groups=group("head", Target("torch.optim.SGD"), betas=[0, 0])), "settings.betas: SGD has no"),
-    ],
+def wrapped(optimizer: Any) -> None:
+    """Beside a model to which it does not belong."""
+    Optimizers.wrap(optimizer, TinyModel().named_parameters())
+
+
+def wrapped_twice() -> None:
+    model = TinyModel()
+    twice = [torch.optim.SGD([{"params": [p], "name": "a"}], lr=LR) for p in list(model.parameters())[:2]]
+    Optimizers.wrap(twice, model.named_parameters())
+
+
+def wrapped_with(**settings: Any) -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=LR)
+    optimizer.param_groups[0] |= settings
+    Optimizers.wrap(optimizer, [(str(i), p) for i, p in enumerate(optimizer.param_groups[0]["params"])])
+
+
+def in_backward(option: OptimizerOption) -> None:
+    model, fused = trained(0, option, fused_backward)
+    try:
+        backward(model, 0)
+    finally:
+        fused.close()
+
+
+REFUSED: list[tuple[OptimizerOption, str]] = [
+    (SGDSettings(nesterov=True), "optimizer: SGD refused its settings: Nesterov"),
+    (AdafactorSettings(clipping_threshold=0.5), "optimizer: Adafactor refused its settings: Clipping threshold"),
+    (AdafactorSettings(groups=group("head", clipping_threshold=0.5)), r"\(group mine\): Adafactor refused"),
+    (Target("torch.optim.Nothing"), "optimizer._target_: cannot import torch.optim.Nothing"),
+    (Target("torch.optim.Adam", {"speed": 3}), "optimizer.speed: torch.optim.Adam takes no such argument"),
+    (Target("builtins.dict"), "optimizer: builtins.dict failed when it was made: ValueError"),
+    (Target(f"{__name__}.LR"), "optimizer._target_: .*it is a float, no class or function"),
+    (AdamWSettings(groups=group("head", Target("torch.optim.SGD"), betas=[0, 0])), "settings.betas: SGD has no"),
+]
+test_what_is_refused = table(
+    *cases((ConfigError, PartError), lambda option: build(option, TinyModel()), *REFUSED),
+    *(case(SetupError, "no trainable parameter", build, option, nn.Identity()) for option, _ in REFUSED),
+    case(SetupError, "optimizer group default: hook holds a builtin_function_or_method", wrapped_with, hook=print),
+    case(SetupError, r"group default holds a parameter of shape \(3, 2\) that the model does not",
+         lambda: wrapped(torch.optim.SGD([nn.Parameter(torch.zeros(3, 2))], lr=LR))),
+    case(ConfigError, "got a TinyModel; give a torch.optim.Optimizer", lambda: wrapped(TinyModel())),
+    case(ConfigError, "two parameter groups have the same name", wrapped_twice),
+    case(SetupError, "SignDescent keeps state in its parameter groups", in_backward, Target(f"{__name__}.SignDescent")),
 )  # fmt: skip
-def test_settings_that_torch_refuses(option: OptimizerOption, message: str):
-    with pytest.raises((ConfigError, PartError), match=message):
-        build(option, TinyModel())
-    with pytest.raises(SetupError, match="no trainable parameter"):
-        build(option, nn.Identity())
 
 
 def test_fused_on_a_device_without_the_kernel():
@@ -583,13 +611,6 @@ def test_state_that_does_not_fit_changes_nothing(message: str):
         adamw().load({}, groups)
 
 
-def test_group_settings_that_cannot_be_saved():
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=LR)
-    optimizer.param_groups[0]["hook"] = print
-    with pytest.raises(SetupError, match="optimizer group default: hook holds a builtin_function_or_method"):
-        Optimizers.wrap(optimizer, [(str(i), p) for i, p in enumerate(optimizer.param_groups[0]["params"])])
-
-
 def test_wrapped_optimizers_of_the_user_keep_their_names():
     model = TinyModel()
     first = torch.optim.RMSprop([{"params": model.lm_head.parameters(), "name": "head"}], lr=LR)
@@ -599,18 +620,6 @@ def test_wrapped_optimizers_of_the_user_keep_their_names():
     train(model, optimizers, range(2))
     assert "lm_head.weight.square_avg" in optimizers.state_tensors()
     assert not any("embed" in name for name in optimizers.state_tensors())
-
-
-def test_wrap_refuses_foreign_parameters_and_things():
-    model = TinyModel()
-    foreign = torch.optim.SGD([nn.Parameter(torch.zeros(3, 2))], lr=LR)
-    with pytest.raises(SetupError, match=r"group default holds a parameter of shape \(3, 2\) that the model does not"):
-        Optimizers.wrap(foreign, model.named_parameters())
-    with pytest.raises(ConfigError, match=r"got a TinyModel; give a torch.optim.Optimizer"):
-        Optimizers.wrap(model, model.named_parameters())
-    twice = [torch.optim.SGD([{"params": [p], "name": "a"}], lr=LR) for p in list(model.parameters())[:2]]
-    with pytest.raises(ConfigError, match="two parameter groups have the same name"):
-        Optimizers.wrap(twice, model.named_parameters())
 
 
 def fused_backward(option: OptimizerOption, model: nn.Module) -> FusedBackward:
@@ -655,13 +664,6 @@ def test_in_backward_measures_the_gradient_norm():
         expected = torch.nn.utils.get_total_norm([p.grad for p in other.parameters()])
         torch.testing.assert_close(fused.grad_norm(), expected, rtol=1e-6, atol=0)
         fused.step()
-
-
-def test_in_backward_refuses_an_optimizer_with_state_in_its_groups():
-    model, fused = trained(0, Target(f"{__name__}.SignDescent"), fused_backward)
-    with pytest.raises(SetupError, match="SignDescent keeps state in its parameter groups"):
-        backward(model, 0)
-    fused.close()
 
 
 def test_in_backward_resumes_bit_for_bit_also_as_the_ordinary_optimizer():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import case, cases, table
 from torch import nn
 from torch.optim import lr_scheduler as torch_schedulers
 
@@ -168,16 +169,9 @@ def test_a_warmup_that_never_ends_is_said_in_one_line(caplog: pytest.LogCaptureF
     assert len(caplog.records) == 2
 
 
-def test_an_unknown_length_and_broken_steps_are_refused_where_they_matter():
-    for option in (CosineSettings(), LinearSettings(), WSDSettings()):
-        with pytest.raises(SetupError, match=rf"lr_scheduler: {option.type} needs .* set max_steps"):
-            schedule_factor(option, total_steps=None)
+def test_a_constant_rate_needs_no_length():
     for option in (ConstantSettings(), InverseSqrtSettings(), InfiniteSettings()):
         assert schedule_factor(option, total_steps=None)(0) == 1.0, option.type
-    with pytest.raises(SetupError, match=r"lr_scheduler.warmup_steps: 0.1 is a fraction .* set max_steps"):
-        schedule_factor(ConstantSettings(warmup_steps=0.1), total_steps=None)
-    with pytest.raises(ConfigError, match=r"lr_scheduler.warmup_steps: must be whole steps.*10.5"):
-        schedule_factor(ConstantSettings(warmup_steps=10.5), total_steps=100)
 
 
 def test_schedule_sets_every_group_and_goes_on_after_a_resume():
@@ -318,27 +312,34 @@ def test_a_learning_rate_in_a_tensor_stays_there():
     assert (optimizer.param_groups[0]["lr"] is rate, float(rate)) == (True, pytest.approx(0.1))
 
 
-def test_states_of_something_else_are_refused():
-    linear, wrapped = build_schedule(LinearSettings(), adamw(), total_steps=9), Schedule.wrap(LambdaStep())
-    with pytest.raises(FieldError, match="step"):
-        linear.load_state_dict({"step": -1})
-    for scheduler, rates, named in ((1, [0.1], "schedulers"), ({"last_epoch": "x"}, [], "last_epoch|schedulers")):
-        with pytest.raises(FieldError, match=named):
-            wrapped.load_state_dict({"schedulers": [scheduler], "initial_lr": [rates]})
+def linear_of(state: dict[str, Any]) -> None:
+    build_schedule(LinearSettings(), adamw(), total_steps=9).load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("path", "kwargs", "message"),
-    [
+def wrapped_of(state: dict[str, Any]) -> None:
+    Schedule.wrap(LambdaStep()).load_state_dict(state)
+
+
+test_what_is_refused = table(
+    *cases(ConfigError, make_target,
         ("torch.optim.lr_scheduler.Nothing", {}, r"lr_scheduler._target_: cannot import .*Nothing"),
         ("torch.optim.lr_scheduler.StepLR", {"step": 1}, r"lr_scheduler.step: .*StepLR takes no such .*step_size"),
         ("torch.optim.lr_scheduler.ReduceLROnPlateau", {}, "steps on a metric"),
         ("builtins.id", {}, r"a int has no step, state_dict, load_state_dict, get_last_lr"),
-    ],
-)
-def test_wrong_targets(path: str, kwargs: dict[str, Any], message: str):
-    with pytest.raises(ConfigError, match=message):
-        make_target(path, kwargs)
+    ),
+    case(FieldError, "step", linear_of, {"step": -1}),
+    *cases(FieldError, wrapped_of,
+        ({"schedulers": [1], "initial_lr": [[0.1]]}, "schedulers"),
+        ({"schedulers": [{"last_epoch": "x"}], "initial_lr": [[]]}, "last_epoch|schedulers"),
+    ),
+    *cases(SetupError, lambda option: schedule_factor(option, total_steps=None),
+        *((option, rf"lr_scheduler: {option.type} needs .* set max_steps")
+          for option in (CosineSettings(), LinearSettings(), WSDSettings())),
+        (ConstantSettings(warmup_steps=0.1), r"lr_scheduler.warmup_steps: 0.1 is a fraction .* set max_steps"),
+    ),
+    case(ConfigError, r"lr_scheduler.warmup_steps: must be whole steps.*10.5",
+         schedule_factor, ConstantSettings(warmup_steps=10.5), total_steps=100),
+)  # fmt: skip
 
 
 def test_the_runs_learning_rate_is_that_of_parameters_without_a_group_of_their_own():

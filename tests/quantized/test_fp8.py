@@ -14,6 +14,7 @@ import pytest
 import tiny
 import torch
 from program import forgather
+from refusals import case, table
 from test_qat import assert_rounded_alike
 from tiny import token_batch
 from torch import Tensor, nn
@@ -74,24 +75,22 @@ def test_layers_that_are_left_are_listed_with_the_reason() -> None:
     assert decoder_lines[1] == "left as they are, exclude has lm_head: lm_head"
 
 
-def test_a_model_without_a_fitting_layer_is_refused() -> None:
-    with pytest.raises(ModelError, match=r"no linear layer of Linear can be converted \(: sizes are not multiples"):
-        conversion(nn.Linear(8, 8))
-    with pytest.raises(ModelError, match="it has none"):
-        conversion(nn.ReLU())
-
-
 def test_emulation_is_chosen_by_the_device() -> None:
     assert emulated(FP8Settings(), CPU)
     assert emulated(FP8Settings(emulate=True), CPU)
-    with pytest.raises(SetupError, match="emulate: cpu does not multiply in float8"):
-        emulated(FP8Settings(emulate=False), CPU)
+
+
+NOT_MULTIPLES = r"no linear layer of Linear can be converted \(: sizes are not multiples"
+test_what_is_refused = table(
+    case(ModelError, NOT_MULTIPLES, lambda: conversion(nn.Linear(8, 8))),
+    case(ModelError, "it has none", lambda: conversion(nn.ReLU())),
+    case(ModelError, "no linear layer of Linear can be converted", lambda: conversion(nn.Linear(32, 32), exclude=[""])),
+    case(SetupError, "emulate: cpu does not multiply in float8", emulated, FP8Settings(emulate=False), CPU),
+)
 
 
 def test_inputs_are_rounded_to_the_autocast_dtype_first() -> None:
     layer = nn.Linear(32, 32)
-    with pytest.raises(ModelError):
-        conversion(layer, exclude=[""])
     model = nn.Sequential(layer)
     conversion(model, fp8_recipe="rowwise_with_gw_hp")
     with autocast_for(FP8Settings(), CPU)():

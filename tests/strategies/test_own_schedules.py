@@ -70,11 +70,8 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("Rounds", "schedule.splits=true"): r"schedule\.splits: own_stages\.Rounds takes no such argument;.*split",
     ("Alone", "stages_per_rank=2"): r"stages_per_rank: schedule=own_stages\.Alone runs one",
     ("Rounds", "stages_per_rank=3"): r"num_hidden_layers=4",
-    (
-        "NeedsFour",
-        "n_microbatches=2",
-    ): r"schedule: own_stages\.NeedsFour refused 2 micro-batches in 2 stages on 2 ranks: "
-    r"four at a time; change n_microbatches",
+    ("NeedsFour", "n_microbatches=2"): r"schedule: own_stages\.NeedsFour refused 2 micro-batches in 2 stages on 2 "
+    "ranks: four at a time; change n_microbatches",
     ("BackAndForth", "stages_per_rank=3"): r"schedule: own_stages\.BackAndForth refused .*exactly 2",
     ("Idle",): r"schedule: the pipeline_order of own_stages\.Idle has .* 0 times, with 4 micro-batches",
     ("BackAndForth", "torch_compile=true"): r"torch_compile: .*schedule=own_stages\.BackAndForth",

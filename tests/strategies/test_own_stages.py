@@ -119,24 +119,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "nothing that makes stages": (lambda: materialized(None), r"Words cannot be cut .* no cut .*model_splitter"),
     "too few modules": (lambda: materialized("too_few"), r"model_splitter: too_few returned 1 modules? for 2 stages"),
     "no list": (lambda: materialized("no_list"), r"model_splitter: no_list must return a list .*, got Part"),
-    "a lost parameter": (
-        lambda: materialized("forgets_the_embedding"),
-        r"model_splitter: forgets_the_embedding .* no stage of 2 holds embed\.weight",
-    ),
-    "a renamed parameter": (
-        lambda: materialized("renames"),
-        r"model_splitter: renames gave stage 0 of 2 a parameter 0\.\S+, which Words does not have",
-    ),
-    "a function that raises": (
-        lambda: materialized("raises"),
-        r"model_splitter: raises failed .*KeyError: 'blocks\.9'",
-    ),
-    "no hidden states for a fused loss": (
-        lambda: materialized("without_hidden_states", LinearCrossEntropySettings()),
-        r"loss.*: ModuleDict has no hidden_states",
-    ),
+    "a lost parameter": (lambda: materialized("forgets_the_embedding"),
+        r"model_splitter: forgets_the_embedding .* no stage of 2 holds embed\.weight"),
+    "a renamed parameter": (lambda: materialized("renames"),
+        r"model_splitter: renames gave stage 0 of 2 a parameter 0\.\S+, which Words does not have"),
+    "a function that raises": (lambda: materialized("raises"), "model_splitter: raises failed .*KeyError: 'blocks.9'"),
+    "no hidden states for a fused loss": (lambda: materialized("without_hidden_states", LinearCrossEntropySettings()),
+        r"loss.*: ModuleDict has no hidden_states"),
     "another number of layers": (lambda: materialized("split", split=[1, 2]), r"no stage of 2 holds blocks\.3\."),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -464,27 +464,16 @@ class OneBackward(CrossEntropy):
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "a model as an object": (
-        lambda: materialized(cache(Residual)),
-        ModelError,
-        "give the Trainer a model_init, a function that makes the model",
-    ),
-    "a loss that cannot be split": (
-        lambda: pipeline_of(ModelSpec(Residual), OneBackward(), schedule="DualPipeV"),
-        ModelError,
-        "loss: OneBackward has one backward for inputs and weights, which schedule=DualPipeV splits; set loss=linear",
-    ),
-    "other tensors": (
-        lambda: materialized(Residual).loss({**batch(2), "token_type_ids": batch(2)["input_ids"]}),
-        DataError,
-        "position_ids and no other tensors, got token_type_ids; leave them out",
-    ),
-    "no labels": (
-        lambda: materialized(Residual).forward_backward([{"input_ids": PROMPTS}], torch.tensor(1.0)),
-        DataError,
-        "the batch has no labels, only input_ids",
-    ),
-}
+    "a model as an object": (lambda: materialized(cache(Residual)), ModelError,
+        "give the Trainer a model_init, a function that makes the model"),
+    "a loss that cannot be split": (lambda: pipeline_of(ModelSpec(Residual), OneBackward(), schedule="DualPipeV"),
+        ModelError, "loss: OneBackward has one backward for inputs and weights, which schedule=DualPipeV splits; set "
+        "loss=linear"),
+    "other tensors": (lambda: materialized(Residual).loss({**batch(2), "token_type_ids": batch(2)["input_ids"]}),
+        DataError, "position_ids and no other tensors, got token_type_ids; leave them out"),
+    "no labels": (lambda: materialized(Residual).forward_backward([{"input_ids": PROMPTS}], torch.tensor(1.0)),
+        DataError, "the batch has no labels, only input_ids"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

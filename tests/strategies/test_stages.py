@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from parity import SCHEDULES
+from refusals import case, table
 from tiny import decoder
 from torch import nn
 
@@ -97,13 +98,6 @@ def test_formulas_are_what_torchs_schedules_do(schedule: Any) -> None:
     assert PipelineSettings(schedule=schedule).splits_backward == PipelineSettings(schedule=torchs).splits_backward
 
 
-def test_a_layout_that_cannot_be_raises_the_same() -> None:
-    with pytest.raises(ConfigError, match="3 pipeline stages are more than num_hidden_layers=2"):
-        stage_layout(PipelineSettings(), 2, 3)
-    with pytest.raises(ConfigError, match="needs at least 2 ranks, got 1"):
-        stage_layout(PipelineSettings(), 2, 1)
-
-
 def test_fresh_models_are_equal_and_leave_the_random_state_of_one() -> None:
     torch.manual_seed(1)
     models = fresh_models(lambda: nn.Linear(3, 3))
@@ -116,6 +110,12 @@ def test_fresh_models_are_equal_and_leave_the_random_state_of_one() -> None:
     assert after == torch.rand(())
 
 
+def test_only_first_and_last_stage_may_share() -> None:
+    whole = ["a", "b", "c"]
+    assert tied_names([{"a": 1, "b": 1}, {}, {"a": 1, "c": 1}], whole) == ["a"]
+    assert tied_names([{"a": 1}, {"b": 1}, {"c": 1}], whole) == []
+
+
 def test_a_given_object_is_refused_on_meta_too() -> None:
     given = nn.Linear(3, 3, device="meta")
     models = fresh_models(lambda: given)
@@ -124,14 +124,13 @@ def test_a_given_object_is_refused_on_meta_too() -> None:
         next(models)
 
 
-def test_only_first_and_last_stage_may_share() -> None:
-    whole = ["a", "b", "c"]
-    assert tied_names([{"a": 1, "b": 1}, {}, {"a": 1, "c": 1}], whole) == ["a"]
-    assert tied_names([{"a": 1}, {"b": 1}, {"c": 1}], whole) == []
-    with pytest.raises(ModelError, match=r"after cut\(\) no stage of 3 holds b"):
-        tied_names([{"a": 1}, {}, {"c": 1}], whole)
-    with pytest.raises(ModelError, match=r"after cut\(\) stages 1, 2 of 3 hold c"):
-        tied_names([{"a": 1}, {"b": 1, "c": 1}, {"c": 1}], whole)
+test_what_is_refused = table(
+    case(ConfigError, "3 pipeline stages are more than num_hidden_layers=2", stage_layout, PipelineSettings(), 2, 3),
+    case(ConfigError, "needs at least 2 ranks, got 1", stage_layout, PipelineSettings(), 2, 1),
+    case(ModelError, r"after cut\(\) no stage of 3 holds b", tied_names, [{"a": 1}, {}, {"c": 1}], ["a", "b", "c"]),
+    case(ModelError, r"after cut\(\) stages 1, 2 of 3 hold c",
+         tied_names, [{"a": 1}, {"b": 1, "c": 1}, {"c": 1}], ["a", "b", "c"]),
+)  # fmt: skip
 
 
 def test_a_parameter_is_replaced_wherever_it_is_used() -> None:

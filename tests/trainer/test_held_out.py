@@ -14,7 +14,7 @@ import numpy as np
 import paired
 import pytest
 import tiny
-from program import forgather
+from program import forgather, refusal
 
 from forgather_cli import Trainer, TrainingArguments, api
 from forgather_cli.errors import ConfigError, DataError
@@ -80,8 +80,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_was_asked_for_has_something_to_read(words: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert forgather(*TRAIN, *words.split()) == 2
-    told = capfd.readouterr().err.strip().splitlines()[-1]
+    told = refusal(capfd, *TRAIN, *words.split()).strip().splitlines()[-1]
     assert REFUSED[words].removeprefix("data.") in told
     assert re.search(r"; .+(leave|set|raise|give) ", told), told
     assert not list(Path("run").glob("checkpoints/*"))
