@@ -466,9 +466,7 @@ def test_an_adapter_in_the_place_of_a_model_says_how_to_go_on(
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_turns_whose_end_is_not_learned_are_warned_of(
-    tied: bool, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_turns_whose_end_is_not_learned_are_warned_of(tied: bool, caplog: pytest.LogCaptureFixture) -> None:
     chats.write_chats(Path("chats.jsonl"), 40)
     tokens = len(chats.write_tokenizer(Path("base"), CHATML, ["<|endoftext|>"]))
     chats.write_model(Path("base"), "llama", tokens + 6, tie_word_embeddings=tied)

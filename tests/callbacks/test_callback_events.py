@@ -15,7 +15,7 @@ from forgather_cli.callbacks.base import EVENTS, CallbackList, TrainerCallback, 
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.callbacks.divergence import DivergenceDetector
 from forgather_cli.config.schema import CallbackSettings, EarlyStoppingSettings, JsonSettings, RunSettings, Target
-from forgather_cli.errors import CallbackError, ConfigError
+from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer.states import CallbackStates
 
@@ -189,24 +189,3 @@ def test_the_user_s_come_last(tmp_path: Path) -> None:
     assert [name for name, _ in built] == ["json", "early_stopping", "mine"]
     assert built[-1][1].tag == "x"
     assert build_callbacks(CallbackSettings(), RunDir(tmp_path)) == []
-
-
-@pytest.mark.parametrize(
-    ("target", "message"),
-    [
-        (Target("no_such_module.Thing"), "cannot import no_such_module.Thing"),
-        (Target("test_callback_events.Missing"), "module test_callback_events has no Missing"),
-        (Target("Recorder"), "it names no module; write package.module.Recorder"),
-        (Target("test_callback_events.Recorder", {"speed": 1}), "takes no such argument; Arguments: tag, seen"),
-    ],
-)
-def test_a_target_that_cannot_be_made_is_a_config_mistake(tmp_path: Path, target: Target, message: str) -> None:
-    with pytest.raises(ConfigError, match=r"^callbacks\.mine(\._target_|\.speed)?: ") as caught:
-        build_callbacks(CallbackSettings(custom={"mine": target}), RunDir(tmp_path))
-    assert message in str(caught.value)
-
-
-@pytest.mark.parametrize("thing", [5, object(), dict])
-def test_what_has_a_method_for_no_event_is_no_callback(thing: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^callbacks\.mine: is no callback, .* on_step_end"):
-        CallbackList().add(thing, "mine")

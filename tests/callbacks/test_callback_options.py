@@ -6,10 +6,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import pytest
 import tiny
 import yaml
 from program import modules_after
+from refusals import case, cases, table
 
 import forgather_cli.callbacks
 from forgather_cli.callbacks import (
@@ -18,13 +18,24 @@ from forgather_cli.callbacks import (
     GradNormLogger,
     JsonLogger,
     ParameterNormLogger,
+    ProgressCallback,
     TextgenCallback,
 )
+from forgather_cli.callbacks.base import CallbackList
 from forgather_cli.callbacks.build import CALLBACKS as CLASSES
 from forgather_cli.callbacks.build import build_callbacks
+from forgather_cli.callbacks.trackers import Trackers
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.config.load import load_config
-from forgather_cli.config.schema import CallbackSettings, Config
+from forgather_cli.config.schema import (
+    CallbackSettings,
+    Config,
+    DivergenceSettings,
+    ProgressSettings,
+    Target,
+    TextgenSettings,
+    TrackersSettings,
+)
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
@@ -84,13 +95,60 @@ def test_importing_them_is_cheap() -> None:
         assert getattr(forgather_cli.callbacks, name).__name__ == name
 
 
-def test_a_mistyped_keyword_is_named_with_its_neighbours() -> None:
-    with pytest.raises(ConfigError, match=r"^DivergenceDetector\.smothing: unknown setting; did you mean smoothing\?"):
-        DivergenceDetector(smothing=0.3)
-    with pytest.raises(ConfigError, match=r"^DivergenceDetector\.action: must be stop, abort or rollback, got 'halt'"):
-        DivergenceDetector(action="halt")
-    with pytest.raises(ConfigError, match=r"^DivergenceDetector: .*got 0\.3; write DivergenceDetector\(name=value\)"):
-        DivergenceDetector(0.3)
+def of_target(target: Target) -> None:
+    build_callbacks(CallbackSettings(custom={"mine": target}), RunDir(Path("run")))
+
+
+def prompts(content: str) -> None:
+    Path("prompts.yaml").write_text(content)
+    TextgenSettings(prompts="prompts.yaml").texts()
+
+
+def script(*callbacks: Any) -> None:
+    tiny.script(Path("run"), callbacks=[*callbacks])
+
+
+PROMPTS, COLUMNS = r"^callbacks\.textgen\.prompts: .*", r"callbacks\.progress\.step_columns\."
+test_what_is_refused = table(
+    case(ConfigError, r"^DivergenceDetector\.smothing: unknown setting; did you mean smoothing\?",
+         DivergenceDetector, smothing=0.3),
+    case(ConfigError, r"^DivergenceDetector\.action: must be stop, abort or rollback, got 'halt'",
+         DivergenceDetector, action="halt"),
+    case(ConfigError, r"^DivergenceDetector: .*got 0\.3; write DivergenceDetector\(name=value\)",
+         DivergenceDetector, 0.3),
+    case(ConfigError, "threshold or relative_threshold", DivergenceDetector, DivergenceSettings(threshold=None)),
+    # rules between settings hold for them too
+    case(ConfigError, r"(?s)DivergenceDetector.action: rollback needs.*EarlyStopping[^\n]*eval_strategy",
+         script, DivergenceDetector(action="rollback"), EarlyStopping(patience=2)),
+    case(ConfigError, r"DivergenceDetector\.max_rollbacks: nothing reads it",
+         script, DivergenceDetector(max_rollbacks=2)),
+    *cases(ConfigError, of_target,
+        (Target("no_such_module.Thing"), r"^callbacks\.mine\._target_: .*cannot import no_such_module.Thing"),
+        (Target("test_callback_events.Missing"), r"^callbacks\.mine.*: .*module test_callback_events has no Missing"),
+        (Target("Recorder"), r"^callbacks\.mine.*: .*it names no module; write package.module.Recorder"),
+        (Target("test_callback_events.Recorder", {"speed": 1}),
+         r"^callbacks\.mine\.speed: .*takes no such argument; Arguments: tag, seen"),
+    ),
+    *(case(ConfigError, r"^callbacks\.mine: is no callback, .* on_step_end", CallbackList().add, thing, "mine")
+      for thing in (5, object(), dict)),
+    *cases(ConfigError, lambda change: ProgressCallback(ProgressSettings(step_columns=change)),
+        ({"loss": {"wdth": 3}}, COLUMNS + "loss.wdth: unknown, got 3; a column has label, width, fmt, suffix"),
+        ({"loss": {"width": "8"}}, COLUMNS + "loss.width: must be a number of characters, got '8'"),
+        ({"loss": {"fmt": ".4q"}}, COLUMNS + "loss.fmt: not a format, got '.4q'"),
+        ({"lss": None}, COLUMNS + "lss: there is no such column to remove"),
+    ),
+    case(ConfigError, "output_stream", ProgressCallback, output_stream=Path("progress.txt")),
+    case(ConfigError, "output_stream", ProgressCallback, output_stream="stdin"),
+    *cases(ConfigError, prompts,
+        ("- def f(x):\n", PROMPTS + "must be a list of texts"),  # a mapping to YAML
+        ("a: 1", PROMPTS + "must be a list of texts, got {'a': 1}"),
+        ("[]", PROMPTS + "is empty"),
+        ("[", PROMPTS + "not valid YAML"),
+    ),
+    case(ConfigError, r"no/such\.yaml: cannot be read \(No such file", TextgenSettings(prompts="no/such.yaml").texts),
+    case(ConfigError, r"^callbacks\.trackers\.names: cannot import test_trackers\.Missing",
+         lambda: Trackers(TrackersSettings(names=["test_trackers.Missing"]), RunDir(Path("run")))),
+)  # fmt: skip
 
 
 def test_a_script_s_own_are_checked_recorded_and_stand_in_the_place_of_ours(tmp_path: Path) -> None:
@@ -113,13 +171,3 @@ def test_a_script_s_own_are_checked_recorded_and_stand_in_the_place_of_ours(tmp_
     state = Reader(trainer.run_dir.checkpoint(2)).state("callbacks")
     assert state["divergence"]["seen"] == 2
     assert trainer.pop_callback(DivergenceDetector) is detector
-
-
-def test_rules_between_settings_hold_for_them_too(tmp_path: Path) -> None:
-    wrong = [DivergenceDetector(action="rollback"), EarlyStopping(patience=2)]
-    with pytest.raises(ConfigError) as refused:
-        tiny.script(tmp_path, callbacks=wrong)
-    assert any("DivergenceDetector.action: rollback needs" in problem for problem in refused.value.problems)
-    assert any("EarlyStopping" in problem and "eval_strategy" in problem for problem in refused.value.problems)
-    with pytest.raises(ConfigError, match=r"DivergenceDetector\.max_rollbacks: nothing reads it"):
-        tiny.script(tmp_path, callbacks=[DivergenceDetector(max_rollbacks=2)])

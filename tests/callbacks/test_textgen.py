@@ -17,7 +17,7 @@ from forgather_cli.callbacks.console import printable
 from forgather_cli.callbacks.textgen import TextgenCallback
 from forgather_cli.config.schema import GenerationConfig, RunSettings, TextgenSettings
 from forgather_cli.data.text.tokenizer import ByteTokenizer
-from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.errors import SetupError
 from forgather_cli.models.generate import generate
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer.from_python import ScriptJob
@@ -248,18 +248,6 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts.yaml"
     path.write_text("- 'def f(x):'\n- |\n  two\n  lines\n- 'é'\n", encoding="utf-8")
     assert TextgenSettings(prompts=str(path)).texts() == ["def f(x):", "two\nlines\n", "é"]
-    for content, message in (
-        ("- def f(x):\n", "must be a list of texts"),  # a mapping to YAML
-        ("a: 1", "must be a list of texts, got {'a': 1}"),
-        ("[]", "is empty"),
-        ("[", "not valid YAML"),
-    ):
-        path.write_text(content)
-        with pytest.raises(ConfigError, match=r"^callbacks\.textgen\.prompts: ") as caught:
-            TextgenSettings(prompts=str(path)).texts()
-        assert message in str(caught.value)
-    with pytest.raises(ConfigError, match=r"no/such\.yaml: cannot be read \(No such file"):
-        TextgenSettings(prompts="no/such.yaml").texts()
 
 
 def said_on_a_rank(path: Path, num_beams: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor
@@ -107,7 +105,7 @@ def test_who_differs_in_what_is_told() -> None:
         refuse(list("abcdefg"), 7)
 
 
-def test_what_no_other_rank_holds_is_looked_at_once(tmp_path: Path) -> None:
+def test_what_no_other_rank_holds_is_looked_at_once() -> None:
     mine, shared = torch.randn(4, 2), torch.randn(3)
     rows = {"mine": LocalShard(mine, 0, (8, 2)), "shared": LocalShard(shared)}
     pieces = [row.piece(name) for name, row in rows.items()]

@@ -237,8 +237,7 @@ def test_a_wrong_field_of_a_state_is_damage(path: tuple[str | int, ...], value: 
 def test_a_state_that_is_no_object_is_damage_like_other(file: str, content: str, said: Said) -> None:
     (STEP_2 / file).write_text(content)
     resign(STEP_2)
-    text = said(*READERS["train"])
-    assert re.search(rf"{STEP_2}/{file}: .*; use {STEP_1}, ", text)
+    assert re.search(rf"{STEP_2}/{file}: .*; use {STEP_1}, ", said(*READERS["train"]))
 
 
 @pytest.mark.parametrize(

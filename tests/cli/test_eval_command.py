@@ -237,9 +237,7 @@ def test_tokens_know_their_bytes_where_their_text_is_made_of_them(tmp_path: Path
     assert FileTokenizer(tmp_path).bytes_of_tokens() is None
 
 
-def test_other_text_is_read_with_the_models_own_tokenizer(
-    corpus: Path, tmp_path: Path, evaluate: Callable[..., Any]
-) -> None:
+def test_other_text_is_read_with_the_models_own_tokenizer(corpus: Path, evaluate: Callable[..., Any]) -> None:
     words = [*SMALL, *data_of(corpus), "data.tokenizer=bpe", "bpe_vocab_size=270", "max_steps=1"]
     assert forgather("train", *words, "output_dir=bpe") == 0
     Path("other.txt").write_text("while True:\n    class A: pass\n" * 30)

@@ -211,9 +211,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_conversation_goes_by_the_template(
-    say: Callable[..., Any], talker: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_conversation_goes_by_the_template(say: Callable[..., Any], talker: Path) -> None:
     rendered = "<system>be kind/<user>hi/<assistant>"
     options = ["--greedy", "--max-new-tokens", "30"]
     free = document(say("--prompt", rendered, *options, "--json", source=talker))["text"]

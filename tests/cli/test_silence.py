@@ -136,7 +136,7 @@ def test_a_second_node_says_where_it_waits(own_directory: None) -> None:
         node.read_until(rf"^rank 1: waiting for rank 0 at {endpoint} \.\.\.$")
 
 
-def test_a_launcher_names_the_ranks_that_have_not_begun(tmp_path: Path) -> None:
+def test_a_launcher_names_the_ranks_that_have_not_begun() -> None:
     with Job.create(node=1, nodes=2) as job:
         launcher = Supervisor(Layout(ranks_per_node=3, nodes=2, node=1, endpoint="there:1"), job, None, lambda _: None)
         assert "torch" in launcher._awaited()

@@ -277,7 +277,7 @@ def test_a_token_that_is_there_but_not_taken_whole_keeps_its_id_and_ids_with_gap
         load_tokenizer(str(tmp_path), added=[START])
 
 
-def test_other_ids_have_a_cache_of_their_own(place: Path, tmp_path: Path) -> None:
+def test_other_ids_have_a_cache_of_their_own(place: Path) -> None:
     options = [load_config(None, [*words(place, "tied"), f"data.add_tokens={given}"]).config.data for given in
                ("false", "true")]  # fmt: skip
     without, having = (load_data(option, seed=0) for option in options)

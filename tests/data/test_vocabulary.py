@@ -162,7 +162,7 @@ def test_ids_of_the_first_batches_are_compared_with_the_model(tmp_path: Path, st
         run_own(tmp_path, "model.vocab_size=257", f"+data.streams={streams}")
 
 
-def test_a_plan_says_unknown_where_it_does_not_know(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_unknown_where_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model=nano", "data._target_=test_vocabulary.own", "max_steps=2", "global_batch_size=8"]
     made = make_plan(load_config(None, words).config)
     assert (made.vocab_size, made.seq_len, made.tokens_per_step) == (None, None, None)

@@ -316,5 +316,4 @@ def test_numbers_that_fp16_cannot_hold(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_a_model_of_the_users_own_class_is_not_for_others(capsys: pytest.CaptureFixture[str]) -> None:
     finalized.train(Path("own"), "max_steps=1", model=Target("finalized.Bigrams", {}))
-    message = refused(capsys, "own", "new")
-    assert "has no config.json, since the model is a class of your own" in message
+    assert "has no config.json, since the model is a class of your own" in refused(capsys, "own", "new")

@@ -73,7 +73,7 @@ def test_what_this_process_makes_of_a_class_proves_nothing(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("broken", ["buffer", "file"])
-def test_what_breaks_on_disk_before_it_is_loaded(broken: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_breaks_on_disk_before_it_is_loaded(broken: str) -> None:
     model_directory(Path("source"))
 
     def break_it(line: str) -> None:

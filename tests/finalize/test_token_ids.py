@@ -173,7 +173,7 @@ def test_a_class_that_is_taken_whatever_is_written_is_refused(capsys: pytest.Cap
         assert word in message
 
 
-def test_with_a_tokenizer_like_that_class_it_is_not_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_a_tokenizer_like_that_class_it_is_not_refused() -> None:
     ours = FileTokenizer(by_pattern(Path("tokenizer"), QWEN_2, nfc=True, tokenizer_class="Qwen2Tokenizer"))
     model_of(Path("source"), ours, **QWEN2)
     assert forgather("finalize", "source", "model") == 0

@@ -41,7 +41,7 @@ llama_cpp("losses", model="file.gguf", threads=1, sequences=[[3] * 200] * 9999, 
 """
 
 
-def test_killed_while_it_writes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_killed_while_it_writes() -> None:
     model_directory(Path("source"))
     with Process(code=KILLED) as job:
         assert job.finish() == -signal.SIGKILL, job.output

@@ -205,7 +205,7 @@ def test_a_record_is_found_in_every_sample_that_has_any_of_it(kind: str, tmp_pat
         samples.holding(tmp_path / f"{name}.jsonl", line)
 
 
-def test_what_is_cut_is_told_from_what_goes_on_elsewhere(tmp_path: Path) -> None:
+def test_what_is_cut_is_told_from_what_goes_on_elsewhere() -> None:
     chats = samples_of(*CHATS, "seq_len=70", "packing=pad")
     assert any(sample.parts[0].is_cut and sample.parts[0].behind for sample in chats.read())
     pages = samples_of("data=text", "data.files=[pages.jsonl]", "tokenizer=bytes", "seq_len=32", "packing=pad")

@@ -323,7 +323,7 @@ def test_a_run_directory_that_another_node_does_not_see_is_said(monkeypatch: pyt
 # ------------------------------------------------------------------------------------------------------- a run of ours
 
 
-def test_a_run_on_two_ranks_from_start_to_stop_and_on(tmp_path: Path) -> None:
+def test_a_run_on_two_ranks_from_start_to_stop_and_on() -> None:
     with start("max_steps=100000", "save_strategy=no", *WATCHED) as job:
         job.read_until("step 3/")
         job.process.send_signal(signal.SIGUSR2)

@@ -188,7 +188,7 @@ def test_moments_follow_weights_into_another_precision(tmp_path: Path) -> None:
         assert furthest(found.losses, full.losses[4:]) < 1e-3
 
 
-def test_checkpoints_are_bf16_models_of_transformers(tmp_path: Path) -> None:
+def test_checkpoints_are_bf16_models_of_transformers() -> None:
     folder = RunDir(placed("fsdp2 2").path).checkpoint(8) / "model"
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)

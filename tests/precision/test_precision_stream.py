@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import paired
@@ -130,7 +129,7 @@ def test_adapters_whose_embedding_gives_out_fp32_leave_it_in_bf16() -> None:
         assert model.model.embed_tokens(tiny.token_batch()["input_ids"]).dtype == BF16
 
 
-def test_other_models_and_sharded_weights_refuse_it(tmp_path: Path) -> None:
+def test_other_models_and_sharded_weights_refuse_it() -> None:
     with pytest.raises(ModelError, match=r"precision.stream: bf16 is for models of Forgather's own classes.*Llama"):
         strategy_of(tiny.llama(), "precision.stream=bf16")
     sharded = "precision=bf16", "precision.stream=fp32"

@@ -89,7 +89,7 @@ def test_what_a_run_of_a_stranger_holds_is_shown_escaped(kind: type[io.StringIO]
         assert not [raw for raw in RAW if raw in text], words
 
 
-def test_a_log_that_is_a_link_is_not_written_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_that_is_a_link_is_not_written_through(tmp_path: Path) -> None:
     from forgather_cli.launch.run_lock import RunLock
 
     other = tmp_path / "precious"

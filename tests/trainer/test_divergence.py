@@ -35,7 +35,7 @@ from forgather_cli.config.decode import load_saved
 from forgather_cli.config.schema import DivergenceSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.data.order import Order
-from forgather_cli.errors import CheckpointError, ConfigError, DivergenceError
+from forgather_cli.errors import CheckpointError, DivergenceError
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import summarize
@@ -102,8 +102,6 @@ def test_the_first_values_are_not_judged_and_thresholds_are_also_by_share() -> N
     assert Fed(threshold=None, relative_threshold=1.5, **quick).feed(*values) is None
     assert Fed(threshold=None, relative_threshold=1.4, **quick).feed(*values) == 5
     assert Fed(threshold=0.8, relative_threshold=1.5, **quick).feed(*values) == 5
-    with pytest.raises(ConfigError, match="threshold or relative_threshold"):
-        DivergenceDetector(DivergenceSettings(threshold=None))
 
 
 def test_what_is_not_finite_is_one_at_once_and_leaves_nothing_to_save() -> None:
