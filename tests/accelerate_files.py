@@ -11,22 +11,11 @@ from forgather_cli.config.accelerate_file import accelerate_settings
 from forgather_cli.errors import ConfigError
 
 WRITTEN: dict[str, Any] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "debug": False,
-    "downcast_bf16": "no",
-    "enable_cpu_affinity": False,
-    "machine_rank": 0,
-    "main_training_function": "main",
-    "mixed_precision": "bf16",
-    "num_machines": 1,
-    "num_processes": 8,
-    "rdzv_backend": "static",
-    "same_network": True,
-    "tpu_env": [],
-    "tpu_use_cluster": False,
-    "tpu_use_sudo": False,
-    "use_cpu": False,
-}
+    "compute_environment": "LOCAL_MACHINE", "debug": False, "downcast_bf16": "no", "enable_cpu_affinity": False,
+    "machine_rank": 0, "main_training_function": "main", "mixed_precision": "bf16", "num_machines": 1,
+    "num_processes": 8, "rdzv_backend": "static", "same_network": True, "tpu_env": [], "tpu_use_cluster": False,
+    "tpu_use_sudo": False, "use_cpu": False,
+}  # fmt: skip
 """Of every file."""
 
 

@@ -81,11 +81,9 @@ class Shell:
             (commands / name).write_text(text)
             (commands / name).chmod(0o755)
         self._environment = {
-            **os.environ,
-            "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
-            "XDG_CONFIG_HOME": str(directory / ".config"),
-            "COLUMNS": "160",
-        }
+            **os.environ, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
+            "XDG_CONFIG_HOME": str(directory / ".config"), "COLUMNS": "160",
+        }  # fmt: skip
         threading.Thread(target=self._serve, daemon=True).start()
 
     def run(self, script: str) -> tuple[int, str]:

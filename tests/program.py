@@ -124,13 +124,9 @@ class Process:
         command = ("-c", code, *words) if code else ("-m", module, *words)
         if cold:
             self.process = subprocess.Popen(
-                [sys.executable, *command],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                env=environment,
-                cwd=cwd,
-            )
+                [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env=environment, cwd=cwd,
+            )  # fmt: skip
         else:
             self.process = Program(command, str(cwd or Path.cwd()), environment)
         self.lines: list[str] = []

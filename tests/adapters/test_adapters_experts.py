@@ -47,10 +47,7 @@ CASES = {
     "all": ("qwen", EXPERTS, "rank_pattern={gate_up_proj: 3, gate_proj: 5}", "alpha_pattern={down_proj: 7}"),
     "alone": ("mixtral", "target_modules=[]", EXPERTS, "use_rslora=true"),
     "gate": (
-        "mixtral",
-        "adapter.r=4",
-        "target_modules=[v_proj]",
-        "target_parameters=[gate.weight,down_proj,q_proj.weight]",
+        "mixtral", "adapter.r=4", "target_modules=[v_proj]", "target_parameters=[gate.weight,down_proj,q_proj.weight]",
     ),
     "transposed": ("transposed", EXPERTS, "init_lora_weights=gaussian"),
     "whole": ("mixtral", "target_modules=[q_proj]", "trainable=[experts]"),

@@ -355,12 +355,9 @@ def test_every_setting_that_differs_is_named_at_once(
     assert found["rank_pattern"]  # by itself, of experts that are fused
     on = ("model=transformers", "adapter=lora", "adapter.from_adapter=peft", "max_steps=1", "learning_rate=0")
     wrong = (
-        "adapter.r=3",
-        "lora_alpha=5",
-        "rank_pattern={q_proj: 2}",
-        "alpha_pattern={q_proj: 7}",
+        "adapter.r=3", "lora_alpha=5", "rank_pattern={q_proj: 2}", "alpha_pattern={q_proj: 7}",
         "target_modules=[q_proj]",
-    )
+    )  # fmt: skip
     said = " ".join(refusal(capsys, *runs.words(bases["mixtral"], *on, *wrong)).split())
     for each in ("r=4 (got 3)", "lora_alpha=8", "rank_pattern={", "alpha_pattern={", "target_modules=["):
         assert f"adapter.{each}" in said

@@ -154,12 +154,10 @@ def test_tokens_without_rows_are_added_to_the_base_first(capfd: pytest.CaptureFi
 
 
 ENDS = {
-    "head": "target_modules=[lm_head]",
-    "embedding": "target_modules=[embed_tokens]",
-    "whole head": "trainable=[lm_head]",
-    "whole embedding": "trainable=[embed_tokens]",
+    "head": "target_modules=[lm_head]", "embedding": "target_modules=[embed_tokens]",
+    "whole head": "trainable=[lm_head]", "whole embedding": "trainable=[embed_tokens]",
     "rows": "adapter.trainable_token_indices=[3,9]",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("end", ENDS)

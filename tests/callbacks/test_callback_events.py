@@ -74,13 +74,9 @@ def test_what_events_hand_to_methods_however_these_are_written(tmp_path: Path, a
     assert loaders.without == {"on_init_end"}
     assert {"on_step_end", "on_log_step", "on_save", "on_evaluate", "on_train_end", "on_epoch_end"} <= loaders.seen
     assert by_name.seen == {
-        "log_step": (6, True, True),
-        "train_metrics": (5, torch.Size([]), torch.Size([])),
-        "step_end": (6, 6, TrainerControl),
-        "log": (6, 6, True),
-        "epoch_begin": 3,
-        "train_end": 6,
-    }
+        "log_step": (6, True, True), "train_metrics": (5, torch.Size([]), torch.Size([])),
+        "step_end": (6, 6, TrainerControl), "log": (6, 6, True), "epoch_begin": 3, "train_end": 6,
+    }  # fmt: skip
     logged = [record for record in trainer.state.log_history if "grad_norm" in record]
     assert all(record["doubled"] == 2 * record["loss"] for record in logged)
 

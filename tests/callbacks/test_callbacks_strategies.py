@@ -23,11 +23,9 @@ from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
 
 STRATEGIES = {
-    "single": (1, ["trainer=single"]),
-    "ddp": (2, ["trainer=ddp"]),
-    "pipeline": (2, ["trainer=pipeline", "n_microbatches=4"]),
-    "fsdp2": (2, ["trainer=fsdp2"]),
-}
+    "single": (1, ["trainer=single"]), "ddp": (2, ["trainer=ddp"]),
+    "pipeline": (2, ["trainer=pipeline", "n_microbatches=4"]), "fsdp2": (2, ["trainer=fsdp2"]),
+}  # fmt: skip
 
 FULL = [
     "max_steps=8", "logging_steps=2", "eval_steps=4", "save_steps=4", "warmup_steps=2", "async_save=false",

@@ -25,15 +25,11 @@ def stop_at(values: list[float], callback: EarlyStopping, args: RunSettings | No
 @pytest.mark.parametrize(
     ("values", "patience", "threshold", "expected"),
     [
-        ([3.0, 2.0, 1.0, 0.5], 1, 0.0, None),
-        ([3.0, 3.1, 3.2], 2, 0.0, 3),
-        ([3.0, 3.1, 2.9, 3.0, 2.95], 2, 0.0, 5),
-        ([3.0, 3.0], 1, 0.0, 2),
-        ([3.0, 2.95, 2.91, 2.85], 2, 0.1, 3),
-        ([3.0, NAN, NAN], 2, 0.0, 3),
+        ([3.0, 2.0, 1.0, 0.5], 1, 0.0, None), ([3.0, 3.1, 3.2], 2, 0.0, 3), ([3.0, 3.1, 2.9, 3.0, 2.95], 2, 0.0, 5),
+        ([3.0, 3.0], 1, 0.0, 2), ([3.0, 2.95, 2.91, 2.85], 2, 0.1, 3), ([3.0, NAN, NAN], 2, 0.0, 3),
         ([NAN, 3.0, 2.0], 2, 0.0, None),
     ],
-)
+)  # fmt: skip
 def test_patience_and_threshold(values: list[float], patience: int, threshold: float, expected: int | None) -> None:
     callback = EarlyStopping(EarlyStoppingSettings(patience=patience, threshold=threshold))
     assert stop_at(values, callback) == expected

@@ -66,17 +66,11 @@ def test_the_peak_is_the_largest_of_all_ranks_in_the_interval(tmp_path: Path) ->
 
 def test_peaks_by_device_name() -> None:
     peaks = {
-        "NVIDIA A100-SXM4-80GB": 312e12,
-        "NVIDIA H100 80GB HBM3": 989.5e12,
-        "NVIDIA H100 PCIe": 756e12,
-        "NVIDIA L40S": 362.1e12,
-        "NVIDIA L4": 121e12,
-        "NVIDIA B200": 2250e12,
-        "NVIDIA GB200": 2500e12,
-        "NVIDIA GeForce RTX 4090": 165.2e12,
-        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 80GB HBM3": 989.5e12, "NVIDIA H100 PCIe": 756e12,
+        "NVIDIA L40S": 362.1e12, "NVIDIA L4": 121e12, "NVIDIA B200": 2250e12, "NVIDIA GB200": 2500e12,
+        "NVIDIA GeForce RTX 4090": 165.2e12, "NVIDIA GeForce RTX 4090 Laptop GPU": None,
         "Some Future Accelerator": None,
-    }
+    }  # fmt: skip
     assert {name: peak_flops(name, "bf16") for name in peaks} == peaks
     assert [peak_flops("NVIDIA A100-SXM4-80GB", kind) for kind in ("fp32", "tf32")] == [19.5e12, 156e12]
 

@@ -165,11 +165,9 @@ def test_what_must_be_equal_is_compared(level: str, tmp_path: Path) -> None:
     value = "scheduler (rank 0 unlike ranks 1, 2, 3)"
     structure = "scheduler (rank 0 unlike rank 1 unlike rank 2 unlike rank 3)"
     expected = {
-        "none": ["True"] * 9 + ["False", "True", "True"],
-        "quick": ["True"] * 9 + [shape, "True", structure],
-        "tensor": [*bits, shape, value, structure],
-        "full": [*bits, shape, value, structure],
-    }[level]
+        "none": ["True"] * 9 + ["False", "True", "True"], "quick": ["True"] * 9 + [shape, "True", structure],
+        "tensor": [*bits, shape, value, structure], "full": [*bits, shape, value, structure],
+    }[level]  # fmt: skip
     assert told == [*expected, "True"]
     assert steps == str([n for n, answer in enumerate(told, 1) if answer == "True"])
     assert debris == "[]"

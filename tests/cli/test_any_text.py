@@ -84,20 +84,12 @@ def test_data_are_found_by_a_pattern(words: str, capfd: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     "words",
     [
-        (*TRAIN, "data=text", f"files=['d/{BYTES}.txt']"),
-        (*TEXT, f"output_dir='{BYTES}'"),
-        (*TEXT, f"tokenizer='{BYTES}'"),
-        ("train", f"model.path='{BYTES}'"),
-        ("train", f"{BYTES}.yaml"),
-        ("train", BYTES),
-        ("train", f"model={BYTES}"),
-        ("train", "--config-dir", BYTES),
-        ("eval", BYTES),
-        ("generate", BYTES, "--prompt", "a"),
-        ("resume", BYTES),
-        ("checkpoint", "list", BYTES),
+        (*TRAIN, "data=text", f"files=['d/{BYTES}.txt']"), (*TEXT, f"output_dir='{BYTES}'"),
+        (*TEXT, f"tokenizer='{BYTES}'"), ("train", f"model.path='{BYTES}'"), ("train", f"{BYTES}.yaml"),
+        ("train", BYTES), ("train", f"model={BYTES}"), ("train", "--config-dir", BYTES), ("eval", BYTES),
+        ("generate", BYTES, "--prompt", "a"), ("resume", BYTES), ("checkpoint", "list", BYTES),
     ],
-)
+)  # fmt: skip
 def test_a_name_in_other_bytes_is_one_message(words: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     told = refusal(capfd, *words)
     assert "Traceback" not in told

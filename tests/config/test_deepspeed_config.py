@@ -29,18 +29,13 @@ from forgather_cli.errors import ConfigError
 ZERO3: dict[str, Any] = {
     **WRITTEN,
     "deepspeed_config": {
-        "deepspeed_multinode_launcher": "standard",
-        "gradient_accumulation_steps": 8,
-        "gradient_clipping": 0.5,
-        "offload_optimizer_device": "cpu",
-        "offload_param_device": "cpu",
-        "zero3_init_flag": True,
-        "zero3_save_16bit_model": True,
-        "zero_stage": 3,
+        "deepspeed_multinode_launcher": "standard", "gradient_accumulation_steps": 8, "gradient_clipping": 0.5,
+        "offload_optimizer_device": "cpu", "offload_param_device": "cpu", "zero3_init_flag": True,
+        "zero3_save_16bit_model": True, "zero_stage": 3,
     },
     "distributed_type": "DEEPSPEED",
     "fsdp_config": {},
-}
+}  # fmt: skip
 NO_OFFLOAD = {"offload_optimizer_device": "none", "offload_param_device": "none"}
 JSON: dict[str, Any] = {
     "bf16": {"enabled": "auto"},

@@ -32,13 +32,9 @@ OF_FSDP: dict[str, Any] = {
     "distributed_type": "FSDP",
     "dynamo_config": {"dynamo_backend": "NO"},
     "fsdp_config": {
-        "fsdp_activation_checkpointing": True,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_cpu_ram_efficient_loading": True,
-        "fsdp_offload_params": True,
-        "fsdp_reshard_after_forward": False,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-        "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+        "fsdp_activation_checkpointing": True, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_cpu_ram_efficient_loading": True, "fsdp_offload_params": True, "fsdp_reshard_after_forward": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
         "fsdp_version": 2,
     },
     "gpu_ids": "all",
@@ -46,7 +42,7 @@ OF_FSDP: dict[str, Any] = {
     "main_process_ip": "10.0.0.1",
     "main_process_port": 29501,
     "num_machines": 2,
-}
+}  # fmt: skip
 
 
 def written(path: Path, fsdp: dict[str, Any] | None = None, **changes: Any) -> Path:

@@ -211,10 +211,8 @@ def test_config_show_names_the_file_of_each_value(capsys: pytest.CaptureFixture[
     saved = write(Path("run/config.yaml"), out)
     out = shown(capsys, "config", "show", "run", "lr_scheduler=wsd", "seed=1")
     expected = {
-        str(saved): "seq_len save_steps",
-        "conf/lr_scheduler/wsd.yaml": "decay_steps",
-        "the command line": "seed",
-    }
+        str(saved): "seq_len save_steps", "conf/lr_scheduler/wsd.yaml": "decay_steps", "the command line": "seed",
+    }  # fmt: skip
     found = comments(out)
     for source, names in expected.items():
         assert {name: found[name] for name in names.split()} == dict.fromkeys(names.split(), source)

@@ -91,12 +91,10 @@ def test_save_goes_on_and_stop_saves_by_the_strategy(strategy: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("strategy", "words"),
     [
-        ("ddp", ["save_strategy=no"]),
-        ("fsdp2", ["save_strategy=no"]),
-        ("single", ["eval_on_save=true"]),
+        ("ddp", ["save_strategy=no"]), ("fsdp2", ["save_strategy=no"]), ("single", ["eval_on_save=true"]),
         ("single", ["load_best_model_at_end=true"]),
     ],
-)
+)  # fmt: skip
 def test_an_evaluation_is_given_up_for_save_and_stop_and_not_begun_again_for_the_save(
     strategy: str, words: list[str], tmp_path: Path
 ) -> None:

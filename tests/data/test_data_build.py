@@ -422,13 +422,9 @@ def make_data(kind: str) -> Any:
     """What a user's ``data._target_`` may return."""
     rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 5
     return {
-        "alone": rows,
-        "pair": (rows, rows[:2]),
-        "mapping": {"train": iter(rows), "seq_len": 9},
-        "named": {"train": rows, "tokenizer": "bytes"},
-        "wrong": {"train": rows, "vocab_size": "many"},
-        "none": {},
-    }[kind]
+        "alone": rows, "pair": (rows, rows[:2]), "mapping": {"train": iter(rows), "seq_len": 9},
+        "named": {"train": rows, "tokenizer": "bytes"}, "wrong": {"train": rows, "vocab_size": "many"}, "none": {},
+    }[kind]  # fmt: skip
 
 
 def test_data_of_the_user() -> None:

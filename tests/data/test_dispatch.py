@@ -338,13 +338,10 @@ def evaluated(loader: EvalLoader) -> list[list[int]]:
 def evaluations(length: int) -> dict[str, list[list[int]]]:
     may_have_workers()
     splits = {
-        "map": eval_loader(Numbers(length)),
-        "dispatched": eval_loader(Count(length)),
-        "parts": eval_loader(Count(length), dispatch=False),
-        "shards": eval_loader(WithShards(length), dispatch=False),
-        "ready": eval_loader(ready(length)),
-        "sampler": eval_loader(ready(length), dispatch=False),
-    }
+        "map": eval_loader(Numbers(length)), "dispatched": eval_loader(Count(length)),
+        "parts": eval_loader(Count(length), dispatch=False), "shards": eval_loader(WithShards(length), dispatch=False),
+        "ready": eval_loader(ready(length)), "sampler": eval_loader(ready(length), dispatch=False),
+    }  # fmt: skip
     found = {name: evaluated(loader) for name, loader in splits.items()}
     assert found == {name: evaluated(loader) for name, loader in splits.items()}, "a second pass"
     limits = {

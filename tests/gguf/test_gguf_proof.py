@@ -94,10 +94,8 @@ def test_what_thirty_layers_in_q8_0_hide(deep: Made, change: Change, tmp_path: P
     proven, structure = deep.prove_structure()
     assert (structure["layers"], structure["bound"]) == (2, 1e-3)
     told = {
-        ROPE: "freq_base is 10100",
-        EPS: "epsilon is 9.99",
-        NORM: r"blk.17.attn_norm.weight is up to 0.0\d+ from the",
-    }
+        ROPE: "freq_base is 10100", EPS: "epsilon is 9.99", NORM: r"blk.17.attn_norm.weight is up to 0.0\d+ from the",
+    }  # fmt: skip
     with pytest.raises(ProofError, match=told[change]):
         compare_contents(file, proven, deep.directory, deep.contents, "q8_0")
 

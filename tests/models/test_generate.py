@@ -149,14 +149,9 @@ DRAWS: dict[str, dict[str, Any]] = {
     "top_p": {"top_p": 0.6},
     "min_p": {"min_p": 0.3},
     "all": {
-        "temperature": 1.5,
-        "top_k": 9,
-        "top_p": 0.9,
-        "min_p": 0.05,
-        "min_new_tokens": 4,
-        "no_repeat_ngram_size": 2,
+        "temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "min_new_tokens": 4, "no_repeat_ngram_size": 2,
     },
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -18,21 +18,15 @@ from forgather_cli.optim.state import merge_group_states
 from forgather_cli.shards import box_of, local
 
 SHAPES = {
-    "embed_tokens.weight": (7, 6),
-    "up_proj.weight": (10, 6),
-    "down_proj.weight": (6, 10),
-    "few.weight": (2, 9),
+    "embed_tokens.weight": (7, 6), "up_proj.weight": (10, 6), "down_proj.weight": (6, 10), "few.weight": (2, 9),
     "norm.weight": (5,),
-}
+}  # fmt: skip
 """Rows that do not divide by 2 or 4, and fewer of them than ranks."""
 CAUTIOUS = MuonSettings(momentum_warmup_steps=4, cautious_weight_decay=True)
 OPTIONS: dict[str, OptimizerOption] = {
-    "adamw": AdamWSettings(),
-    "adamw, not fused": AdamWSettings(fused=False),
-    "sgd": SGDSettings(momentum=0.9, nesterov=True),
-    "muon": MuonSettings(),
-    "muon, warmed up and cautious": CAUTIOUS,
-}
+    "adamw": AdamWSettings(), "adamw, not fused": AdamWSettings(fused=False),
+    "sgd": SGDSettings(momentum=0.9, nesterov=True), "muon": MuonSettings(), "muon, warmed up and cautious": CAUTIOUS,
+}  # fmt: skip
 
 
 def numbers(seed: int) -> dict[str, Tensor]:

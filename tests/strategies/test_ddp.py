@@ -59,11 +59,9 @@ def checkpointed(**changes: Any) -> nn.Module:
 
 
 UNEVEN: list[Slices] = [
-    [[], [slice(0, 5)], [slice(5, 7), slice(7, 12)]],
-    [[slice(0, 3), slice(3, 6)], [], [slice(6, 12)]],
-    [[], [], [slice(0, 4), slice(4, 8), slice(8, 12)]],
-    [[slice(0, 4)], [slice(4, 8)], [slice(8, 12)]],
-]
+    [[], [slice(0, 5)], [slice(5, 7), slice(7, 12)]], [[slice(0, 3), slice(3, 6)], [], [slice(6, 12)]],
+    [[], [], [slice(0, 4), slice(4, 8), slice(8, 12)]], [[slice(0, 4)], [slice(4, 8)], [slice(8, 12)]],
+]  # fmt: skip
 """Ranks may have no, one or several micro-batches."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "no buffers": {"broadcast_buffers": False},

@@ -109,15 +109,9 @@ def _exact_cases() -> list[object]:
 @pytest.mark.parametrize(("layout", "optimizer", "dropout"), _exact_cases())
 def test_resume_in_the_same_layout_is_exact(tmp_path: Path, layout: str, optimizer: str, dropout: str) -> None:
     settings = (
-        *corpus(),
-        *BASE,
-        *OPTIMIZERS[optimizer],
-        *DROPOUT[dropout],
-        f"model.num_hidden_layers={LAYOUTS[layout].layers}",
-        "deterministic=true",
-        "max_steps=6",
-        "eval_steps=5",
-    )
+        *corpus(), *BASE, *OPTIMIZERS[optimizer], *DROPOUT[dropout],
+        f"model.num_hidden_layers={LAYOUTS[layout].layers}", "deterministic=true", "max_steps=6", "eval_steps=5",
+    )  # fmt: skip
     expected = train(LAYOUTS[layout], (*settings, "save_steps=3"), tmp_path / "whole")
     found = go_on(LAYOUTS[layout], settings, RunDir(expected.path).checkpoint(3), tmp_path / "resumed")
     assert_equal(found.begin, expected.tensors(3))

@@ -13,11 +13,9 @@ from forgather_cli.sweeps.expand import expand, job_name
 
 def test_product_of_all_values_in_the_order_typed() -> None:
     assert expand(["model=nano", "seed=1,2", "learning_rate=choice(1e-4,3e-4)"]) == [
-        ["model=nano", "seed=1", "learning_rate=0.0001"],
-        ["model=nano", "seed=1", "learning_rate=0.0003"],
-        ["model=nano", "seed=2", "learning_rate=0.0001"],
-        ["model=nano", "seed=2", "learning_rate=0.0003"],
-    ]
+        ["model=nano", "seed=1", "learning_rate=0.0001"], ["model=nano", "seed=1", "learning_rate=0.0003"],
+        ["model=nano", "seed=2", "learning_rate=0.0001"], ["model=nano", "seed=2", "learning_rate=0.0003"],
+    ]  # fmt: skip
 
 
 def test_ranges_globs_and_quotes(tmp_path: Path) -> None:

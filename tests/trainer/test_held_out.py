@@ -89,13 +89,10 @@ def test_what_was_asked_for_has_something_to_read(words: str, capfd: pytest.Capt
 @pytest.mark.parametrize(
     "words",
     [
-        f"{CHATS} files=[one.jsonl]",
-        "data=tokens seq_len=16 files=[a.bin] eval_fraction=0",
-        OWN,
-        f"{OWN} +data.kind=stream",
-        f"{TEXT} eval_files=[empty.txt] eval_strategy=no",
+        f"{CHATS} files=[one.jsonl]", "data=tokens seq_len=16 files=[a.bin] eval_fraction=0", OWN,
+        f"{OWN} +data.kind=stream", f"{TEXT} eval_files=[empty.txt] eval_strategy=no",
     ],
-)
+)  # fmt: skip
 def test_by_itself_a_run_without_evaluations_says_so_in_one_line(words: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert forgather(*TRAIN, *words.split()) == 0
     told = "".join(capfd.readouterr()).splitlines()

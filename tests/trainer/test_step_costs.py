@@ -145,12 +145,10 @@ SENT: dict[str, dict[str, int]] = {
     },
     # a hidden state and its gradient, of each of the schedule's two parts of two micro-batches
     "pipeline": {
-        **_SYNC,
-        **_NORM,
-        "send in pipeline_schedule.TrainingSchedule.step": 2 * 2,
+        **_SYNC, **_NORM, "send in pipeline_schedule.TrainingSchedule.step": 2 * 2,
         "recv_ in pipeline_schedule.TrainingSchedule.step": 2 * 2,
     },
-}
+}  # fmt: skip
 LAYOUTS = {
     "ddp": ("trainer=ddp", "per_device_train_batch_size=2"),
     "fsdp2": ("trainer=fsdp2", "per_device_train_batch_size=2"),

@@ -324,12 +324,8 @@ def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 GIVEN = [
-    ("settings", "settings"),
-    ("settings", "function"),
-    ("factory", "dict"),
-    ("class", "function"),
-    ("object", "dict"),
-]
+    ("settings", "settings"), ("settings", "function"), ("factory", "dict"), ("class", "function"), ("object", "dict"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("way", "groups"), GIVEN)

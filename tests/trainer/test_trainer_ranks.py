@@ -34,14 +34,11 @@ def trained(root: str, *overrides: str) -> dict[str, Any]:
     ranks = "nproc_per_node=2" if dist.is_initialized() else "seed=42"
     trainer = tiny.train(tiny.config(Path(root), ranks, *overrides), RunDir(Path(root)))
     return {
-        "step": trainer.state.global_step,
-        "history": trainer.state.log_history,
-        "tokens": trainer.run.metrics.total_tokens,
-        "samples": trainer.run.metrics.total_samples,
-        "flops": trainer.run.metrics.total_flops,
-        "parameters": trainer.num_parameters,
+        "step": trainer.state.global_step, "history": trainer.state.log_history,
+        "tokens": trainer.run.metrics.total_tokens, "samples": trainer.run.metrics.total_samples,
+        "flops": trainer.run.metrics.total_flops, "parameters": trainer.num_parameters,
         "rank_0": trainer.state.is_world_process_zero,
-    }
+    }  # fmt: skip
 
 
 @functools.cache
