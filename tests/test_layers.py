@@ -205,6 +205,12 @@ def test_third_party_packages_have_one_importer(package: str, home: str) -> None
     assert {layer(name) for name in users if name not in COMMANDS or package != "typer"} == set(home.split())
 
 
+def test_nothing_private_of_hydra_and_omegaconf_is_imported() -> None:
+    """A minor version takes it away, as omegaconf 2.4 did ``_utils.get_yaml_loader``."""
+    taken = {found for name in MODULES if layer(name) == "config" for found in imports(MODULES[name])}
+    assert not {found for found in taken if re.match(r"(hydra|omegaconf)\..*\b_(?!_)", found)}
+
+
 def test_what_answers_without_tensors_imports_no_torch() -> None:
     """Directly, or through a module of ours that it imports at module level."""
     for name in MODULES:
