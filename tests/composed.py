@@ -81,7 +81,8 @@ def share() -> None:
         return copy.copy(parsed[text, rule])
 
     OverridesParser.parse_rule = parse_once  # type: ignore[method-assign]
-    choices = defaults_list._create_interpolation_map
+    if (choices := getattr(defaults_list, "_create_interpolation_map", None)) is None:
+        return  # hydra-core 1.4 makes none
 
     def choices_where_read(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
         """A fifth of Hydra's time goes into these, which only an interpolation in a defaults list reads."""

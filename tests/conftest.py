@@ -19,7 +19,7 @@ import composed
 import forks
 import pytest
 
-from forgather_cli.launch.processes import collect_less
+from forgather_cli.launch.processes import available_cores, available_memory, collect_less
 from forgather_cli.terminal import bars
 
 
@@ -52,6 +52,14 @@ def pytest_configure(config: pytest.Config) -> None:
             forks.serve_workers()
     composed.share()
     config.addinivalue_line("markers", "full: a case that only --full runs")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes for ``-n auto``: one more than cores, since tests also wait, but one at most for each 2 GiB that are
+    free, of which it takes 1.5 with the ranks that it starts.
+    """
+    return max(1, min(available_cores() + 1, available_memory() >> 31))
 
 
 _LONGEST = (

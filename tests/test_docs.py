@@ -158,7 +158,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield directory
 
 
-FIRST = ("README.md", "docs/checkpoints.md")
+FIRST = ("README.md", "docs/walk.md", "docs/finetune.md")
 """Pages whose blocks are run at every change; those of the others, which take minutes together, before a release."""
 
 

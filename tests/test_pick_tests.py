@@ -1,7 +1,8 @@
-"""Which tests ``scripts/test`` runs for a folder, and for what differs from main."""
+"""Which tests ``scripts/test`` runs for a folder, and for what differs from main, and in how many processes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,16 @@ def test_what_changes_nothing_is_said(tree: Path) -> None:
     with pytest.raises(subprocess.CalledProcessError) as failed:
         picked(tree, "--changed")
     assert "nothing that tests import differs" in failed.value.stderr
+
+
+def test_the_suite_runs_in_a_process_more_than_cores_and_in_as_many_as_memory_allows(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def processes(cores: int, gib: int) -> int:
+        with monkeypatch.context() as machine:
+            machine.setattr(os, "sched_getaffinity", lambda _: range(cores))
+            machine.setattr(Path, "read_text", lambda _: f"MemAvailable: {gib << 20} kB")
+            number: int = pytestconfig.hook.pytest_xdist_auto_num_workers(config=pytestconfig)
+        return number
+
+    assert [processes(2, 24), processes(8, 64), processes(8, 15), processes(1, 1)] == [3, 9, 7, 1]

@@ -19,11 +19,12 @@ def as_typed(value: object, text: str) -> str:
 
 def _is_read_as(value: object, word: str) -> bool:
     import yaml
-    from omegaconf._utils import get_yaml_loader
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    with contextlib.suppress(yaml.YAMLError, ValueError):
-        read = yaml.load(word, get_yaml_loader())
-        return type(read) is type(value) and read == value
+    with contextlib.suppress(yaml.YAMLError, ValueError, OmegaConfBaseException):
+        read: Any = OmegaConf.to_container(OmegaConf.create(f"- {word}"))
+        return type(read[0]) is type(value) and read == [value]
     return False
 
 

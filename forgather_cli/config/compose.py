@@ -51,9 +51,8 @@ def compose(
 def _compose(
     primary: str, nodes: dict[str, dict[str, Any]], groups: list[str], path: SearchPath
 ) -> tuple[DictConfig, dict[str, str]]:
+    import hydra
     import yaml
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.override_parser.types import Quote, QuotedString
     from hydra.errors import HydraException
@@ -66,9 +65,11 @@ def _compose(
     store = ConfigStore.instance()
     for name, node in nodes.items():
         store.store(name=name, node=node, provider="recipe")
+    # hydra-core 1.3 warns where it is not given, 1.4 where it is
+    base = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
     try:
-        with initialize_config_dir(str(path.conf[0]), version_base="1.3"):
-            cfg = hydra_compose(primary, [*search, *groups], return_hydra_config=True)
+        with hydra.initialize_config_dir(str(path.conf[0]), **base):
+            cfg = hydra.compose(primary, [*search, *groups], return_hydra_config=True)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError) as error:
         raise ConfigError(_in_one_line(error)) from error
     finally:

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from forgather_cli.checkpoint.tensors import Weights, write_model_directory
 from forgather_cli.config.schema import DecoderSettings
+from forgather_cli.data.text.library import from_document
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError
 from forgather_cli.gguf.architecture import of_decoder
 from forgather_cli.gguf.layout import Metadata
 from forgather_cli.gguf.reader import llama_cpp
-from forgather_cli.gguf.vocabulary import PHRASES, PRE_TOKENIZERS, UNMERGED, telling_tokenizer, unmerged_token
+from forgather_cli.gguf.vocabulary import PHRASES, PRE_TOKENIZERS, UNMERGED, telling_document, unmerged_token
 from forgather_cli.gguf.write import Contents, write_gguf
 from forgather_cli.launch.processes import temporary_folder
 from forgather_cli.models.decoder import Decoder
 
-if TYPE_CHECKING:
-    import tokenizers
-
 
 def find_pre_tokenizer(directory: Path) -> str:
     """llama.cpp's name for the splitting of a byte-level BPE in a directory. Raises DataError where it has none."""
-    from tokenizers import Tokenizer
-
-    own: tokenizers.Tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    telling, unmerged = telling_tokenizer(own), unmerged_token(own)
-    numbers = telling.get_vocab()
-    vocab = sorted(numbers, key=numbers.__getitem__)
-    model = json.loads(telling.to_str())["model"]
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    own = read_json_object(directory / "tokenizer.json", DataError, None)
+    telling, unmerged = telling_document(own), unmerged_token(own)
+    model = telling["model"]
     common: Metadata = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": vocab,
-        "tokenizer.ggml.token_type": [1] * len(vocab),
-        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.tokens": list(model["vocab"]),
+        "tokenizer.ggml.token_type": [1] * len(model["vocab"]),
+        "tokenizer.ggml.merges": list(map(" ".join, model["merges"])),
         "tokenizer.ggml.add_bos_token": False,
     }
     # those that take words of the vocabulary whole, where the tokenizer does
     likeliest = ("llama-bpe", "tekken") if model["ignore_merges"] else ()
     names = sorted(PRE_TOKENIZERS, key=lambda name: name not in likeliest)
     texts = [*PHRASES, *([] if unmerged is None else [UNMERGED])]
-    wanted = [telling.encode(text).ids for text in texts]
+    encode = from_document(telling).encode
+    wanted = [encode(text).ids for text in texts]
     most = 0
     for start in range(0, len(names), 4):  # a file each: the likeliest first
         some = names[start : start + 4]

@@ -11,15 +11,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from forgather_cli.data.text.library import from_document
+from forgather_cli.data.text.piecewise import byte_letters
 from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError
 from forgather_cli.gguf.layout import Metadata
-
-if TYPE_CHECKING:
-    import tokenizers
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 _BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
@@ -187,42 +186,34 @@ def _charsmap(normalizer: Any) -> bytes | None:
     return next(filter(None, map(_charsmap, normalizer.get("normalizers") or [])), None)
 
 
-def telling_tokenizer(own: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
-    """A byte-level BPE with the splitting of ``own``, whose tokens are the pieces that it splits ``PHRASES`` into:
-    every part of a phrase is one token, and any two parts that follow each other are merged."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    in_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    parts: dict[str, None] = dict.fromkeys(sorted(pre_tokenizers.ByteLevel.alphabet()))
+def telling_document(own: dict[str, Any]) -> dict[str, Any]:
+    """A byte-level BPE with the splitting of ``own``, both as tokenizer.json has them. Its tokens are the pieces that
+    ``PHRASES`` are split into: every part of a phrase is one token, and any two parts in turn are merged."""
+    letter_of = list(byte_letters())
+    parts: dict[str, None] = dict.fromkeys(sorted(letter_of))
     merges: dict[tuple[str, str], None] = {}
     for phrase in PHRASES:
-        letters = in_letters.pre_tokenize_str(phrase)[0][0]
+        letters = "".join(letter_of[byte] for byte in phrase.encode())
         for length in range(2, len(letters) + 1):
             for start in range(len(letters) - length + 1):
                 part = letters[start : start + length]
                 parts[part] = None
                 merges |= dict.fromkeys((part[:n], part[n:]) for n in range(1, length))
     parts[UNMERGED] = None
-    telling = Tokenizer(
-        models.BPE(
-            vocab={part: number for number, part in enumerate(parts)},
-            merges=list(merges),
-            ignore_merges=bool(getattr(own.model, "ignore_merges", False)),
-        )
-    )
-    telling.pre_tokenizer = own.pre_tokenizer
-    return telling
+    vocab = {part: number for number, part in enumerate(parts)}
+    ignores = bool(own["model"].get("ignore_merges"))
+    model = {"type": "BPE", "vocab": vocab, "merges": list(merges), "ignore_merges": ignores}
+    return {"pre_tokenizer": own.get("pre_tokenizer"), "model": model}
 
 
-def unmerged_token(own: tokenizers.Tokenizer) -> str | None:
-    """The first token of a byte-level BPE that its merges do not make; without one it is all the same whether it
-    ignores them, and it does not afterwards."""
-    model: Any = own.model
-    model.ignore_merges = False
-    vocab = own.get_vocab(with_added_tokens=False)
-    added = {token.content for token in own.get_added_tokens_decoder().values()}
+def unmerged_token(own: dict[str, Any]) -> str | None:
+    """The first token of a byte-level BPE, as tokenizer.json has it, that its merges do not make; without one it is all
+    the same whether it ignores them."""
+    words = from_document({"model": own["model"] | {"ignore_merges": False}})
+    vocab = own["model"]["vocab"]
+    added = {entry["content"] for entry in own.get("added_tokens") or []}
     tokens = (token for token in sorted(vocab, key=vocab.__getitem__) if token not in added)
-    return next((token for token in tokens if len(model.tokenize(token)) > 1), None)
+    return next((token for token in tokens if len(words.encode(token).ids) > 1), None)
 
 
 def added_tokens(directory: Path) -> list[str]:

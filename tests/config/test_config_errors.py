@@ -10,7 +10,7 @@ from shutil import copytree
 
 import pytest
 import yaml
-from omegaconf._utils import get_yaml_loader
+from omegaconf import OmegaConf
 from program import write
 
 from forgather_cli.config.batch import BatchPlan, batch_plan
@@ -282,7 +282,7 @@ def test_the_advice_for_a_text_gives_what_a_file_has(problems: Problems, tmp_pat
     assert (loaded.config.output_dir, loaded.config.job_id, loaded.config.data.text_key) == ("2023_09", "0x10", "1e5")
     # what is shown is a recipe: it has the quotes that it needs
     shown = dump_tree({**loaded.tree, "job_id": "1e5"})
-    assert yaml.load(shown, get_yaml_loader())["job_id"] == yaml.safe_load(shown)["job_id"] == "1e5"
+    assert OmegaConf.create(shown)["job_id"] == yaml.safe_load(shown)["job_id"] == "1e5"
 
 
 def test_mistakes_in_a_users_option_name_the_file(problems: Problems, tmp_path: Path) -> None:

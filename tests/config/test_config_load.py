@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import re
 from pathlib import Path
 
 import pytest
+import yaml
 from program import write
 
 from forgather_cli import __version__
@@ -47,6 +50,34 @@ def test_saved_config_is_read_back_equal(tmp_path: Path) -> None:
     assert load_saved(write(tmp_path / "config.yaml", dump_tree(loaded.tree))) == loaded.config
     assert decode(to_tree(loaded.config)) == loaded.config
     assert loaded.config.callbacks.custom == {"mine": Target(path="forgather_cli.callbacks.base.TrainerCallback")}
+
+
+TEXTS = (
+    "", "word", "a: b # c", "1e5", "2023_09", "yes", "it's", '"quoted"', r"(^|\.)lm_head\.weight$", "\\\\n",
+    "two\nlines", "trailing \n\n", "a\tb\r", "größer", "数 😀", "\u2028\x85\x1b", "ends with a blank ", "long " * 60,
+    "/a/path" * 40, f"{'lines of some words, ' * 9}\n\n  and more: " * 3, "\\" * 3 + "\n",
+)  # fmt: skip
+
+
+def test_libyaml_writes_what_it_writes_alike_and_without_it_all_is_written_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    Dumper.add_implicit_resolver("float", re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789"))
+    numbers = [1e-8, 1e5, 1e22, 3.0, -0.1, math.inf, math.nan, 10**12, True, None]
+    plain = [load_config(recipe, []).tree for recipe in ("default", "pretrain_160m")]
+    trees = [*plain, {"numbers": numbers, "same": [numbers], "empty": [{}, []]}]
+    trees += [{key: [text, {"a": {"b b": text}}], text[:60] or "c": None} for key in ("k", "größe") for text in TEXTS]
+    expected = [yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120) for tree in trees]
+    assert [dump_tree(tree) for tree in trees] == expected
+    if yaml.__with_libyaml__:
+        with monkeypatch.context() as patch:
+            patch.delattr(yaml.emitter.Emitter, "emit")  # PyYAML's own, which takes five times as long
+            assert [dump_tree(tree) for tree in plain] == expected[:2]
+    monkeypatch.delattr(yaml, "CSafeDumper", raising=False)
+    assert [dump_tree(tree) for tree in trees] == expected
 
 
 def test_what_resume_and_eval_do_themselves_makes_their_settings_count(tmp_path: Path) -> None:

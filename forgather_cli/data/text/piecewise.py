@@ -1,15 +1,18 @@
-"""Byte-level tokenizers, five times as fast and more: the ids of the ``tokenizers`` library with most of its work left
-out.
+"""The ids of byte-level tokenizers with most of the ``tokenizers`` library's work left out: on megabytes of text
+with blanks between words two to seven times as fast as 0.20 to 0.23, on texts below 60 kB and scripts without blanks
+no faster.
 
 Such a tokenizer cuts a text into words, by a regular expression, and encodes each word by itself. Here numpy cuts, as
 the expression does, and asks the library for the ids of each word once; which characters are letters, digits and white
 space is asked of the library too. What it gives is the library's own wherever the cuts are the same.
+
+Newer encoders are faster: tokenizers 1.0.0rc3 gives the same ids at 89 to 106 MB/s of one core, this 6 to 17. When
+transformers allows 1.0 (5.24 asks for less than 0.24), its ``encode_batch`` takes the place of these 420 lines.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -17,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from forgather_cli.data.text.library import document_of, replaced
 
 if TYPE_CHECKING:
     import tokenizers
@@ -83,8 +88,8 @@ class PiecewiseEncoder:
         from tokenizers import Tokenizer
 
         self._tokenizer = tokenizer
-        self._digits = PATTERNS[_pattern(_document(tokenizer.pre_tokenizer))]
-        self._is_nfc = _is_nfc(_document(tokenizer.normalizer))
+        self._digits = PATTERNS[_pattern(document_of(tokenizer.pre_tokenizer))]
+        self._is_nfc = _is_nfc(document_of(tokenizer.normalizer))
         if getattr(tokenizer.model, "dropout", None):
             raise NotPiecewiseError("its merges are dropped at random (dropout)")
         self._words = Tokenizer(tokenizer.model)
@@ -145,15 +150,13 @@ class PiecewiseEncoder:
 
     def _learn(self, codes: NDArray[np.uint32]) -> None:
         """Ask the library for the classes of characters."""
-        from tokenizers import Regex, normalizers
-
         codes = codes[self._classes[codes] == _UNKNOWN]
         text = codes.astype("<u4").tobytes().decode("utf-32-le")
         classes = np.full(len(codes), _OTHER, np.uint8)
         for name, pattern in ((_LETTER, r"\p{L}"), (_DIGIT, r"\p{N}"), (_SPACE, r"\s")):
             # to U+E000, of private use, which is in none of them
-            replaced = normalizers.Replace(Regex(pattern), "\ue000").normalize_str(text)
-            classes[(_codes(replaced) == 0xE000) & (codes != 0xE000)] = name
+            found = _codes(replaced(text, pattern, "\ue000"))
+            classes[(found == 0xE000) & (codes != 0xE000)] = name
         if self._is_nfc:  # what is newer than Python's tables may be composed by the library's
             unassigned = [unicodedata.category(each) == "Cn" for each in text]
             classes[np.array(unassigned, np.bool_)] = _FOREIGN
@@ -361,12 +364,6 @@ def _cuts_of_llama_3(codes: NDArray[Any], classes: NDArray[np.uint8], digits: in
 
 
 # ---------------------------------------------------------------------------------------------- the tokenizer's rules
-
-
-def _document(part: Any) -> dict[str, Any]:
-    """The JSON object of a part of a tokenizer, empty where it has none."""
-    found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
-    return found
 
 
 def _listed(document: dict[str, Any], name: str) -> list[dict[str, Any]]:

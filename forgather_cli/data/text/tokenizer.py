@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from forgather_cli.data.text.library import add_tokens, byte_level, document_of, trained
 from forgather_cli.data.text.piecewise import HARD, NotPiecewiseError, PiecewiseEncoder, byte_letters
 from forgather_cli.documents.regular_files import read_bytes, read_json_object
 from forgather_cli.errors import DataError
@@ -129,19 +130,6 @@ def has_token(tokenizer: Tokenizer, text: str) -> bool:
     return len(ids) == 1 and tokenizer.decode(ids).strip() == text
 
 
-def add_special_tokens(tokenizer: tokenizers.Tokenizer, tokens: Iterable[str]) -> None:
-    """Put special tokens behind those of a tokenizer, in this order."""
-    _add(tokenizer, [(token, True) for token in tokens])
-
-
-def _add(tokenizer: tokenizers.Tokenizer, tokens: Iterable[tuple[str, bool]]) -> None:
-    from tokenizers import AddedToken
-
-    for text, special in tokens:  # one by one: several at once are sorted
-        token = AddedToken(text, special=special, normalized=False)
-        (tokenizer.add_special_tokens if special else tokenizer.add_tokens)([token])
-
-
 def add_to_directory(directory: Path, tokens: Iterable[tuple[str, bool]]) -> tokenizers.Tokenizer:
     """Put tokens, (text, whether it is special) each, behind those of a directory's files, in this order; returns the
     tokenizer."""
@@ -149,7 +137,7 @@ def add_to_directory(directory: Path, tokens: Iterable[tuple[str, bool]]) -> tok
 
     file, config = str(directory / "tokenizer.json"), directory / "tokenizer_config.json"
     tokenizer: tokenizers.Tokenizer = Tokenizer.from_file(file)
-    _add(tokenizer, tokens)
+    add_tokens(tokenizer, tokens)
     tokenizer.save(file)
     settings = _read_object(config)
     if "added_tokens_decoder" in settings:  # to some classes of transformers (5.23, Qwen2Tokenizer) it is all there are
@@ -262,13 +250,8 @@ class ByteTokenizer:
         return np.array([1] * _NUM_BYTES + [0] * len(self._special), np.int64)
 
     def save(self, directory: Path) -> None:
-        import tokenizers
-        from tokenizers import decoders, models, pre_tokenizers
-
-        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=byte_letters(), merges=[]))
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.decoder = decoders.ByteLevel()
-        add_special_tokens(tokenizer, (END, *self._added))
+        tokenizer = byte_level(byte_letters(), use_regex=False)
+        add_tokens(tokenizer, [(token, True) for token in (END, *self._added)])
         _write(tokenizer, directory)
         _write_chat_template(self._chat_template, directory)
 
@@ -307,7 +290,7 @@ class FileTokenizer:
         self._added = tuple(added)
         new = [token for token in added if token not in vocab]  # others become special, and keep their ids
         self.num_new = len(new)
-        add_special_tokens(self._tokenizer, added)
+        add_tokens(self._tokenizer, [(token, True) for token in added])
         for token in new:
             if self._tokenizer.token_to_id(token) != self.vocab_size:
                 raise DataError(
@@ -386,7 +369,7 @@ class FileTokenizer:
                     raise NotPiecewiseError("it gives a text other ids than its rules say")
             self._piecewise = encoder
         except NotPiecewiseError as why:
-            _log.warning("data.tokenizer: encoded by the tokenizers library alone, several times slower: %s", why)
+            _log.warning("data.tokenizer: encoded by the tokenizers library alone, up to seven times slower: %s", why)
 
     def encode_marked(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Marked]:
         marked: list[Marked] = []
@@ -422,7 +405,7 @@ class FileTokenizer:
     @property
     def unk_token_id(self) -> int | None:
         """What stands for text that the vocabulary lacks; None where it lacks none."""
-        token = getattr(self._tokenizer.model, "unk_token", None)
+        token = read_json_object(self._file, DataError, None)["model"].get("unk_token")
         return None if token is None else self._tokenizer.token_to_id(token)
 
     @cached_property
@@ -438,9 +421,7 @@ class FileTokenizer:
     @cached_property
     def _byte_letters(self) -> dict[str, int] | None:
         """None where tokens are no strings of bytes."""
-        from tokenizers import decoders
-
-        return byte_letters() if isinstance(self._tokenizer.decoder, decoders.ByteLevel) else None
+        return byte_letters() if document_of(self._tokenizer.decoder).get("type") == "ByteLevel" else None
 
     def bytes_of_tokens(self) -> NDArray[np.int64] | None:
         """Bytes of text that each id stands for, none for special tokens.
@@ -536,20 +517,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, directory: Path) -> None:
 
     The vocabulary is smaller than ``vocab_size`` where the texts hold too few pairs. Every text can be encoded.
     """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    _write(tokenizer, directory)
+    _write(trained(texts, vocab_size, END), directory)
 
 
 def _write(tokenizer: tokenizers.Tokenizer, directory: Path) -> None:
