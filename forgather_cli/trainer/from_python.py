@@ -27,7 +27,7 @@ from forgather_cli.checkpoint.choice import candidates
 from forgather_cli.checkpoint.load import named, newest_valid
 from forgather_cli.config.decode import dump_saved, to_tree
 from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import Config, DataTarget, PipelineSettings, RunSettings, Target
+from forgather_cli.config.schema import Config, DataTarget, RunSettings, Target
 from forgather_cli.distributed import on_rank_0, pick_device, world, world_size
 from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
 from forgather_cli.launch.exit_status import ExitStatus, from_error
@@ -175,7 +175,8 @@ def built_in(callbacks: Iterable[Any]) -> dict[str, BuiltIn[Any]]:
 def constructed(args: TrainingArguments, objects: Objects, run_dir: RunDir) -> Objects:
     """``objects``, whose ``model_init`` makes the model where ``construct_model_on`` says. Raises ConfigError."""
     where, make, resume = args.construct_model_on, objects.model_init, args.resume_from_checkpoint
-    if where == "meta" and not (isinstance(resume, str) or (resume and candidates(run_dir))):
+    restored = args.resume_components == "all" or "model" in args.resume_components
+    if where == "meta" and not (restored and (isinstance(resume, str) or (resume and candidates(run_dir)))):
         where = "default"
         if args.process_index == 0:
             _log.warning("construct_model_on: resume_from_checkpoint gives no checkpoint for meta, so default is taken")
@@ -217,10 +218,7 @@ def _named(given: Any) -> Target:
 def _problems(args: TrainingArguments, objects: Objects, config: Config, size: int) -> Iterator[str]:
     """What only a script can get wrong."""
     for name in sorted(args.given.intersection(_OF_THE_COMMAND)):
-        yield (
-            f"{name}: forgather train reads it, a script does not; leave it out, and start the script with torchrun, "
-            "which has such an option"
-        )
+        yield f"{name}: forgather train reads it, a script does not; leave it out, and give torchrun its own option"
     if objects.made_strategy is None:
         yield from _placement(objects, config, size)
     if objects.eval_dataset is None:
@@ -237,7 +235,8 @@ def _problems(args: TrainingArguments, objects: Objects, config: Config, size: i
             "gradient_checkpointing_every: nothing reads it beside enable_activation_checkpoint_fn, which chooses the "
             "layers; leave it out"
         )
-    if isinstance(pipeline := config.trainer, PipelineSettings):
+    pipeline: Any = config.trainer
+    if getattr(pipeline, "cuts_layers", False):
         has = {"pp_stage_type": "v" if pipeline.is_v_shaped else "loop", "is_multistage": not pipeline.has_one_stage}
         for name in (name for name, value in has.items() if getattr(args, name) not in (None, value)):
             yield f"{name}: schedule={pipeline.schedule} has {has[name]}, got {getattr(args, name)}; leave {name} out"
