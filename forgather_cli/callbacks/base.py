@@ -103,6 +103,10 @@ class TrainerState:
     logging_steps: int = 0
     eval_steps: int = 0
     save_steps: int = 0
+    num_processes: int = 1
+    """Ranks of the job."""
+    epoch_train_steps: int = 0
+    """Optimizer steps in an epoch; 0 where neither the data nor the settings tell."""
     is_hyper_param_search: bool = False
     """Hugging Face's, as the two below: a sweep is runs of their own here."""
     trial_name: str | None = None

@@ -90,11 +90,12 @@ def _reset(module: nn.Module, seed: int, on_device: bool) -> None:
 def allocate(module: nn.Module, device: torch.device | str) -> bool:
     """Give a module built on meta memory on ``device``; False, and nothing done, if no parameter is on meta.
 
-    Ties survive, non-persistent buffers are computed anew by ``reset_buffers()`` of the module that has them;
+    Ties survive, buffers that are on meta too are computed anew by ``reset_buffers()`` of the module that has them;
     ModelError names one that lacks it. Parameters are left uninitialised.
     """
     if not any(p.is_meta for p in module.parameters()):
         return False
+    has_buffers_on_meta = any(b.is_meta for b in module.buffers())
     names_of: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names_of.setdefault(id(parameter), []).append(name)
@@ -105,12 +106,13 @@ def allocate(module: nn.Module, device: torch.device | str) -> bool:
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         return torch.empty_like(tensor, device=device)
 
-    module._apply(empty)  # type: ignore[no-untyped-call]
+    module._apply(lambda tensor: empty(tensor) if tensor.is_meta else tensor)  # type: ignore[no-untyped-call]
     for first, *others in names_of.values():
         for other in others:
             path, _, key = other.rpartition(".")
             setattr(module.get_submodule(path), key, module.get_parameter(first))
-    reset_buffers(module)
+    if has_buffers_on_meta:
+        reset_buffers(module)
     return True
 
 
@@ -134,5 +136,5 @@ def reset_buffers(module: nn.Module) -> None:
         if orphans:
             raise ModelError(
                 f"model: {type(child).__name__} has no reset_buffers() that computes {path or 'its'}.{orphans[0]} "
-                f"after construction on meta; add it, or set construct_model_on=cpu"
+                f"after construction on meta; add it, or set construct_model_on=cpu (in a script default)"
             )

@@ -21,9 +21,6 @@ from forgather_cli.hardware import has_float8
 from forgather_cli.quantized.package import need_torchao
 from forgather_cli.quantized.recipes import group_size_of, rounded_by
 
-_ALIGNED = 16
-"""What float8 kernels want the sizes of a matrix to be multiples of (``torch._scaled_mm``, 16 bytes)."""
-
 
 @dataclass(frozen=True)
 class Conversion:
@@ -59,7 +56,7 @@ def converted(model: nn.Module, option: FP8Settings | QATSettings, device: torch
     """
     if isinstance(option, FP8Settings):
         need_torchao("precision=fp8", "torchao.float8")
-        names, left = sorted_out(model, option.exclude, misaligned)
+        names, left = sorted_out(model, option.exclude, lambda layer: misaligned(layer, option.fp8_dim_alignment))
         convert = _to_float8(option, device)
         what = f"multiply in float8 ({option.fp8_recipe}{', emulated' if emulated(option, device) else ''})"
     else:
@@ -120,10 +117,10 @@ def _foreign(layer: nn.Linear) -> str | None:
     return None if plain else f"{type(layer).__name__} has a forward of its own"
 
 
-def misaligned(layer: nn.Linear) -> str | None:
-    """Why float8 kernels cannot take a layer."""
+def misaligned(layer: nn.Linear, alignment: int = 16) -> str | None:
+    """Why a layer is not to multiply in float8, whose kernels take multiples of 16 (bytes, ``torch._scaled_mm``)."""
     sizes = (layer.out_features, layer.in_features)
-    return f"sizes are not multiples of {_ALIGNED}" if any(size % _ALIGNED for size in sizes) else None
+    return f"sizes are not multiples of {alignment}" if any(size % alignment for size in sizes) else None
 
 
 def indivisible(layer: nn.Linear, size: int | None) -> str | None:

@@ -22,9 +22,14 @@ class Alias(NamedTuple):
     """Names that say the same: giving one of them too is a mistake, whatever its value."""
     read: Callable[[Any], dict[str, Any]] | None = None
     """Its value in other names; None: it is a setting itself."""
+    needs: str = ""
+    """The name without which nothing reads it."""
 
 
 _PRECISION = ("precision", "bf16", "fp16", "fp8_recipe", "qat_recipe")
+_DDP = ("trainer", "fsdp", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_find_unused_parameters",
+        "ddp_static_graph")  # fmt: skip
+_OF_SCHEDULE = "nothing; under trainer=pipeline it must be what the schedule has"
 _FP8, _QAT = get_type_hints(FP8Settings)["fp8_recipe"], get_type_hints(QATSettings)["qat_recipe"]
 
 ALIASES: dict[str, Alias] = {
@@ -52,6 +57,8 @@ ALIASES: dict[str, Alias] = {
         _FP8 | None, None, "precision=fp8 with this fp8_recipe", _PRECISION,
         lambda value: {"precision": {"type": "fp8", "fp8_recipe": value}},
     ),
+    "fp8_dim_alignment": Alias(int, 16, "the setting of precision=fp8", ("precision",),
+        lambda value: {"precision": {"fp8_dim_alignment": value}}, "fp8_recipe"),
     "qat_recipe": Alias(
         _QAT | None, None, "precision=qat with this qat_recipe", _PRECISION,
         lambda value: {"precision": {"type": "qat", "qat_recipe": value}},
@@ -64,6 +71,12 @@ ALIASES: dict[str, Alias] = {
         str | None, None, "metric_for_best_model", ("metric_for_best_model",),
         lambda value: {"metric_for_best_model": value},
     ),
+    "ddp": Alias(dict | None, None, "trainer=ddp with these settings", _DDP,
+        lambda value: {"trainer": {"type": "ddp", **value}}),
+    "post_local_sgd": Alias(dict | None, None, "trainer=ddp with this post_local_sgd", _DDP,
+        lambda value: {"trainer": {"type": "ddp", "post_local_sgd": value}}),
+    "pp_stage_type": Alias(Literal["loop", "v"] | None, None, _OF_SCHEDULE, (), lambda value: {}),
+    "is_multistage": Alias(bool | None, None, _OF_SCHEDULE, (), lambda value: {}),
 }  # fmt: skip
 
 
@@ -87,8 +100,11 @@ def without_aliases(given: Mapping[str, Any], named: Collection[str]) -> dict[st
             continue
         if (wrong := _wrong(alias.type, value)) is not None:
             problems.append(f"{name}: {wrong}")
+        elif alias.needs and given.get(alias.needs) is None:
+            problems.append(f"{name}: nothing reads it without {alias.needs}, got {value!r}; set that, or leave it out")
         else:
-            values |= alias.read(value)
+            for key, said in alias.read(value).items():  # two may say something of one group
+                values[key] = {**(values.get(key) or {}), **said} if isinstance(said, dict) else said
     if dtype is not None:
         try:
             values |= _constructed_in(dtype, {**given, **values}, named)
@@ -107,7 +123,8 @@ def _wrong(hint: Any, value: Any) -> str | None:
         return None if value in words else f"must be {either(words)}, got {value!r}; give one of them"
     if isinstance(value, kinds):
         return None
-    return f"must be {'True or False' if bool in kinds else 'text'}, got {value!r}; give that"
+    word = {bool: "True or False", int: "a whole number", dict: "a dict"}.get(kinds[0], "text")
+    return f"must be {word}, got {value!r}; give that"
 
 
 def _constructed_in(dtype: Any, given: Mapping[str, Any], named: Collection[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from forgather_cli.config.schema import (
     FilePath,
     FP16Settings,
     FP32Settings,
+    Fraction,
     FSDP2Settings,
     GroupSettings,
     InfoSettings,
@@ -104,6 +105,8 @@ class HFSettings(RunSettings, ScriptSettings):
     eval_steps: PositiveInt = 500
     save_total_limit: PositiveInt | None = None
     dataloader_drop_last: bool = False
+    gc_threshold: Fraction | None = 0.5
+    construct_model_on: Literal["default", "meta", "device"] = "default"  # type: ignore[assignment]
 
     optim: str = "adamw_torch_fused"
     lr_scheduler_type: str = "linear"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from forgather_cli.models.attention import has_varlen
 from forgather_cli.models.parts import named_tensors, num_elements, train_only
 from forgather_cli.precision import parameter_dtype, stream_dtype
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
+from forgather_cli.shards import local
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.trainer.arguments import ScriptSettings
@@ -129,7 +131,7 @@ def model_spec(
 
         assert init is not None  # an adapter is of a model in a directory
         changes, init = True, starting(init, config, seed)
-    return ModelSpec(
+    spec = ModelSpec(
         build,
         adapt=adapt if changes else None,
         checkpoint=checkpoint if config.gradient_checkpointing else None,
@@ -137,6 +139,41 @@ def model_spec(
         compile_with_loss=options if as_one else None,
         init=init,
     )
+    return _shown(spec) if config.debug_model_init else spec
+
+
+def _shown(spec: ModelSpec) -> ModelSpec:
+    """``spec``, each of whose steps prints the parameters and buffers of what it has made or changed."""
+
+    def shown(name: str, change: Callable[..., Any]) -> Any:
+        def step(*part: nn.Module) -> Any:
+            made = change(*part)
+            print_tensors(name, part[0] if made is None else made)
+            return made
+
+        return step
+
+    steps = {name: getattr(spec, name) for name in ("build", "adapt", "checkpoint", "compile", "init")}
+    return replace(spec, **{name: shown(name, change) for name, change in steps.items() if change is not None})
+
+
+def print_tensors(when: str, model: nn.Module) -> None:
+    """Print what this rank holds of each parameter and buffer."""
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        print(f"rank {world().rank}: {when}: {name} {tuple(local(tensor).shape)} {tensor.dtype} {tensor.device}")
+
+
+def print_model(config: Config, parts: list[nn.Module]) -> None:
+    """Print what the strategy has made, as ``debug_model_params`` and the like say; torch's schedules tell the rest."""
+    for part in parts:
+        if config.debug_split_model:
+            print(f"rank {world().rank}: stage: {part}")
+        if config.debug_model_params:
+            print_tensors("model", part)
+    if config.debug_pipeline:
+        logging.basicConfig()  # where nobody has said where a log goes
+        for name in ("schedules", "stage"):
+            logging.getLogger(f"torch.distributed.pipelining.{name}").setLevel(logging.DEBUG)
 
 
 def choose_trained(model: nn.Module, config: Config) -> list[str]:

@@ -63,6 +63,7 @@ class Epochs:
         except TypeError:  # data without a length
             self._data_length = None
         self._steps_per_epoch = args.epoch_train_steps or self._data_length
+        state.epoch_train_steps = self._steps_per_epoch or 0
         epochs = args.num_train_epochs
         if self._steps_per_epoch is None and args.max_steps <= 0 and epochs >= 0 and not epochs.is_integer():
             raise DataError(

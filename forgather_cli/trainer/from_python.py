@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import inspect
+import logging
 import os
 import re
 import sys
@@ -18,13 +19,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from forgather_cli.callbacks.base import BuiltIn, CallbackList
 from forgather_cli.callbacks.build import build_callbacks
+from forgather_cli.checkpoint.choice import candidates
+from forgather_cli.checkpoint.load import named, newest_valid
 from forgather_cli.config.decode import dump_saved, to_tree
 from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import Config, DataTarget, RunSettings, Target
-from forgather_cli.distributed import on_rank_0, world, world_size
+from forgather_cli.distributed import on_rank_0, pick_device, world, world_size
 from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
 from forgather_cli.launch.exit_status import ExitStatus, from_error
 from forgather_cli.launch.run_lock import RunLock, after_step
@@ -32,8 +36,11 @@ from forgather_cli.run_dir import RunDir, name_file
 from forgather_cli.targets import name_of
 from forgather_cli.terminal.folding import show_all_text
 from forgather_cli.trainer.arguments import TrainingArguments
+from forgather_cli.trainer.checkpoints import kept_tensors, load_model
 from forgather_cli.trainer.given import Objects
 from forgather_cli.trainer.run import TrainingRun
+
+_log = logging.getLogger(__name__)
 
 _FUNCTIONS = {
     "data_collator": "of a list of samples, and data as train_dataset=",
@@ -101,7 +108,8 @@ def config_of(args: TrainingArguments, model: Any, data: Any) -> Config:
     the script's model (or what makes it) and training data it has the names alone.
     """
     return Config(
-        **{f.name: getattr(args, f.name) for f in fields(RunSettings)},
+        # where a script's model is made is no recipe's matter
+        **{f.name: getattr(args, f.name) for f in fields(RunSettings) if f.name != "construct_model_on"},
         recipe="python",
         model=_named(model),
         data=DataTarget(
@@ -164,6 +172,37 @@ def built_in(callbacks: Iterable[Any]) -> dict[str, BuiltIn[Any]]:
     return {vars(type(each))["config_name"]: each for each in given if "config_name" in vars(type(each))}
 
 
+def constructed(args: TrainingArguments, objects: Objects, run_dir: RunDir) -> Objects:
+    """``objects``, whose ``model_init`` makes the model where ``construct_model_on`` says. Raises ConfigError."""
+    where, make, resume = args.construct_model_on, objects.model_init, args.resume_from_checkpoint
+    restored = args.resume_components == "all" or "model" in args.resume_components
+    if where == "meta" and not (restored and (isinstance(resume, str) or (resume and candidates(run_dir)))):
+        where = "default"
+        if args.process_index == 0:
+            _log.warning("construct_model_on: resume_from_checkpoint gives no checkpoint for meta, so default is taken")
+    if where == "meta" and make is None:
+        raise ConfigError("construct_model_on: meta makes the model anew, got model; give model_init instead")
+    # a pipeline's stages are cut from models that must be equal, which they are on a CPU
+    if make is None or where == "default" or (where == "device" and getattr(args.trainer, "cuts_layers", False)):
+        return objects
+
+    def emptied(module: nn.Module, name: str, p: nn.Parameter | None) -> Any:
+        return None if p is None or p.is_meta else nn.Parameter(p.to("meta"), p.requires_grad)
+
+    def build() -> nn.Module:
+        # on meta parameters alone: buffers that no checkpoint has only the constructor can compute
+        with pick_device(args.device) if where == "device" else register_module_parameter_registration_hook(emptied):
+            return make()
+
+    def load(run: TrainingRun) -> None:
+        how = run.config.verify_checkpoint, run.cpu_group
+        found: Any = named(Path(resume), *how, own=run_dir) if isinstance(resume, str) else newest_valid(run_dir, *how)
+        load_model(found, kept_tensors(run), run.cpu_group)
+
+    objects = replace(objects, model_init=build)
+    return objects if where == "device" else replace(objects, init_weights=lambda part, seed: None, load=load)
+
+
 def described_data(objects: Objects) -> dict[str, Any]:
     """What the datasets tell of themselves, for people."""
     sets = {"train": objects.train_dataset, "eval": objects.eval_dataset}
@@ -178,9 +217,8 @@ def _named(given: Any) -> Target:
 
 def _problems(args: TrainingArguments, objects: Objects, config: Config, size: int) -> Iterator[str]:
     """What only a script can get wrong."""
-    for name, remedy in _OF_THE_COMMAND.items():
-        if name in args.given:
-            yield f"{name}: forgather train reads it, a script does not; leave it out, and {remedy}"
+    for name in sorted(args.given.intersection(_OF_THE_COMMAND)):
+        yield f"{name}: forgather train reads it, a script does not; leave it out, and give torchrun its own option"
     if objects.made_strategy is None:
         yield from _placement(objects, config, size)
     if objects.eval_dataset is None:
@@ -197,16 +235,15 @@ def _problems(args: TrainingArguments, objects: Objects, config: Config, size: i
             "gradient_checkpointing_every: nothing reads it beside enable_activation_checkpoint_fn, which chooses the "
             "layers; leave it out"
         )
+    pipeline: Any = config.trainer
+    if getattr(pipeline, "cuts_layers", False):
+        has = {"pp_stage_type": "v" if pipeline.is_v_shaped else "loop", "is_multistage": not pipeline.has_one_stage}
+        for name in (name for name, value in has.items() if getattr(args, name) not in (None, value)):
+            yield f"{name}: schedule={pipeline.schedule} has {has[name]}, got {getattr(args, name)}; leave {name} out"
     yield from _said_twice(args, objects)
 
 
-_OF_THE_COMMAND = {
-    **dict.fromkeys(
-        ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts"),
-        "start the script with torchrun, which has such an option",
-    ),
-    "construct_model_on": "make the model where you want it in model_init",
-}
+_OF_THE_COMMAND = ("nproc_per_node", "nnodes", "node_rank", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "max_restarts")
 
 
 def _placement(objects: Objects, config: Config, size: int) -> Iterator[str]:

@@ -105,10 +105,11 @@ class garbage_collection:
     def after_step(self, step: int) -> None:
         if step % self._steps == 0:
             gc.collect()
-        if self._threshold is not None and torch.cuda.is_available():
+        if self._threshold is not None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             # where more than that share of the device is reserved and a tenth of it can be won
             total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-            reserved, allocated = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
+            held = torch.cuda.memory_stats_as_nested_dict()  # memory_reserved() would sort a hundred names
+            reserved, allocated = (held[f"{kind}_bytes"]["all"]["current"] for kind in ("reserved", "allocated"))
             if reserved > self._threshold * total and reserved - allocated > 0.1 * total:
                 torch.cuda.empty_cache()
         now = time.process_time()

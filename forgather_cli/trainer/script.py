@@ -129,6 +129,7 @@ class Trainer(Loop):
             self._files = from_python.script_files(run_dir, self.args, config, objects)
             config_tree, data_description = self._files.tree, from_python.described_data(objects)
             objects.callbacks[:0] = self._files.callbacks
+            objects = from_python.constructed(self.args, objects, run_dir)
         hooks = Hooks(
             hold=self._hold, make_train_loader=self._make_train_loader, make_optimizer=self._make_optimizer,
             own_components=self._own_components, prepare_evaluation=self._prepare_evaluation, evaluate=self.evaluate,

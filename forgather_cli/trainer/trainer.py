@@ -32,7 +32,7 @@ from forgather_cli.precision import compute_dtype
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import check_shares
 from forgather_cli.trainer.arguments import RecipeArguments, ScriptSettings
-from forgather_cli.trainer.build import model_spec, num_parameters, strategy_of
+from forgather_cli.trainer.build import model_spec, num_parameters, print_model, strategy_of
 from forgather_cli.trainer.checkpoints import Checkpoints, drawn_seed, frozen_base, write_side_files
 from forgather_cli.trainer.device_errors import explain_model, explain_step
 from forgather_cli.trainer.epochs import Epochs, MicrobatchEvents
@@ -106,6 +106,8 @@ class Loop:
             explain_model(error)
             raise
         check_shares(strategy, here, group)
+        if config.debug_model_params or config.debug_split_model or config.debug_pipeline:
+            print_model(config, strategy.parts)
         self.model: nn.Module = strategy.parts[0]
         self.num_parameters = num_parameters(strategy.parts, group)
         base = frozen_base(config, group)
@@ -120,6 +122,8 @@ class Loop:
             ),
         )  # fmt: skip
         self._start_over()
+        if objects.load is not None:
+            objects.load(self.run)
         # the ``args`` of events: a script's own object, or a recipe's settings under Hugging Face's names
         self._event_args: Any = script if self.run.is_script else RecipeArguments(config)
         self.callbacks = CallbackList(objects.callbacks)
@@ -135,6 +139,7 @@ class Loop:
         """Set progress, flags and step sync to those of a run that begins."""
         run = self.run
         run.state, run.control = TrainerState(), TrainerControl()
+        run.state.num_processes = run.world.size
         run.state.train_batch_size = run.config.per_device_train_batch_size
         run.state.is_world_process_zero = run.world.rank == 0
         run.state.is_local_process_zero = int(os.environ.get("LOCAL_RANK", "0")) == 0

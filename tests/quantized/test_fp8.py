@@ -70,6 +70,8 @@ def test_layers_that_are_left_are_listed_with_the_reason() -> None:
         r"left as they are, exclude has layers\.1$: layers.1",
     ]
     assert type(model["scaled"]) is Scaled
+    wider = conversion(nn.ModuleDict({"fits": nn.Linear(64, 32), "odd": nn.Linear(32, 48)}), fp8_dim_alignment=32)
+    assert (wider.converted, wider.left) == (("fits",), {"odd": "sizes are not multiples of 32"})
     decoder_lines = list(conversion(tiny.decoder()).lines())
     assert "model.layers.*.mlp.down_proj (2)" in decoder_lines[0]
     assert decoder_lines[1] == "left as they are, exclude has lm_head: lm_head"

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from forgather_cli import BF16TrueSettings, FP8Settings, Trainer, TrainingArguments
-from forgather_cli.config.schema import FSDP2Settings
+from forgather_cli.config.schema import DDPSettings, FSDP2Settings, PostLocalSGD
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.optim.schedules import build_schedule
 from forgather_cli.trainer.aliases import ALIASES
@@ -389,6 +389,12 @@ def test_log_level_is_that_of_our_logs(tmp_path: Path, caplog: pytest.LogCapture
         ({"torch_compile": True, "torch_compile_full_graph": True},
          {"torch_compile": True, "torch_compile_fullgraph": True}),
         ({"fp8_recipe": "rowwise"}, {"precision": FP8Settings(fp8_recipe="rowwise")}),
+        ({"fp8_recipe": "rowwise", "fp8_dim_alignment": 32},
+         {"precision": FP8Settings(fp8_recipe="rowwise", fp8_dim_alignment=32)}),
+        ({"ddp": {"bucket_cap_mb": 5}}, {"trainer": DDPSettings(bucket_cap_mb=5)}),
+        ({"ddp": {"static_graph": True}, "post_local_sgd": {"enabled": True, "period": 8}},
+         {"trainer": DDPSettings(static_graph=True, post_local_sgd=PostLocalSGD(enabled=True, period=8))}),
+        ({"pp_stage_type": "v", "is_multistage": True}, {}),
         ({"qat_recipe": "int8-weight-only"}, {"precision": {"type": "qat", "qat_recipe": "int8-weight-only"}}),
         ({"preserve_best_model": True}, {"preserve_n_best": 1}),
         ({"best_model_metric": "error", "greater_is_better": False},
@@ -399,7 +405,7 @@ def test_an_alias_is_what_it_stands_for(alias: dict[str, Any], original: dict[st
     first, second = TrainingArguments("out", **alias), TrainingArguments("out", **original)
     settings = vars(HFSettings()).keys() - {"bf16", "fp16"}
     assert {name: getattr(first, name) for name in settings} == {name: getattr(second, name) for name in settings}
-    assert first.precision == second.precision
+    assert (first.precision, first.trainer) == (second.precision, second.trainer)
     for name in ALIASES.keys() & alias.keys():
         assert getattr(first, name) == alias[name], "scripts read it back"
 

@@ -291,11 +291,13 @@ def test_cuda_memory_is_released_above_the_threshold_where_a_tenth_can_be_won(
     """torch.cuda as it would answer on a device of 100 bytes."""
     emptied: list[bool] = []
     answers: dict[str, Any] = {
-        "is_available": lambda: True,
+        "is_initialized": lambda: True,
         "current_device": lambda: 0,
         "get_device_properties": lambda _: SimpleNamespace(total_memory=100),
-        "memory_reserved": lambda: reserved,
-        "memory_allocated": lambda: allocated,
+        "memory_stats_as_nested_dict": lambda: {
+            "reserved_bytes": {"all": {"current": reserved}},
+            "allocated_bytes": {"all": {"current": allocated}},
+        },
         "empty_cache": lambda: emptied.append(True),
     }
     for name, answer in answers.items():

@@ -106,10 +106,13 @@ class FP8Settings(_Converting):
 
     type: Literal["fp8"] = "fp8"
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    fp8_dim_alignment: PositiveInt = 16
     emulate: bool | None = None  # null: where the device has no float8
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
+        if self.fp8_dim_alignment % 16:
+            yield f"fp8_dim_alignment: float8 kernels need multiples of 16, got {self.fp8_dim_alignment}; set one"
         if self.emulate is False and config.device == "cpu":
             yield "emulate: device=cpu does not multiply in float8, got false; set emulate=null"
 

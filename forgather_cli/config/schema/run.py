@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
+from pydantic import BeforeValidator
 
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema.adapter import AdapterOption, NoAdapter
@@ -43,10 +44,12 @@ from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import is_name
 
 _SEVERAL_RANKS = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
+_IN_STAGES = only_if("trainer", "pipeline")
 _WORKERS = only_where("dataloader_num_workers", bool, "set dataloader_num_workers above 0")
 _COMPILED = only_if("torch_compile", True, "auto", remedy="set torch_compile=true")
 _EVALUATES = only_if("eval_strategy", "steps", "epoch", remedy="set eval_strategy=steps")
 _SAVES = only_if("save_strategy", "steps", "epoch", "best", remedy="set save_strategy=steps")
+_DATASET = BeforeValidator(lambda x: ["data" if n == "dataset" else n for n in x] if isinstance(x, list) else x)
 _ON_RESUME = only_where("resume_from_checkpoint", lambda resume: resume is not False, "set resume_from_checkpoint=true")
 
 
@@ -119,6 +122,7 @@ class RunSettings(Settings):
     resume_components: Annotated[
         Literal["all"]
         | list[Literal["model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks", "components"]],
+        _DATASET,
         _ON_RESUME,
     ] = "all"
     ignore_data_skip: Annotated[bool, _ON_RESUME] = False
@@ -137,6 +141,10 @@ class RunSettings(Settings):
     device: str = "auto"
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = None  # null: as torch is
     detect_anomaly: bool = False
+    debug_model_init: bool = False
+    debug_model_params: bool = False
+    debug_split_model: Annotated[bool, _IN_STAGES] = False
+    debug_pipeline: Annotated[bool, _IN_STAGES] = False
 
     torch_compile: bool | Literal["auto"] = False  # auto: as config/decided.py decides
     torch_compile_scope: Annotated[Literal["auto", "blocks", "model"], _COMPILED] = "auto"
