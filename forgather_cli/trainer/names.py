@@ -62,9 +62,8 @@ class SourceNames(Loop):
         """
         if isinstance(self._settings_loss, UserLoss):
             return self._settings_loss.function
-        options: dict[str, Any] = {
-            name: getattr(self.run.config.loss, name, 0.0) for name in ("z_loss", "label_smoothing")
-        }
+        names = ("z_loss", "label_smoothing")
+        options: dict[str, Any] = {name: getattr(self.run.config.loss, name, 0.0) for name in names}
         return lambda logits, labels: cross_entropy_sum(logits, labels, **options) / num_targets(labels).clamp(min=1)
 
     def unwrapped_model(self) -> nn.Module:
@@ -79,13 +78,13 @@ class SourceNames(Loop):
 
         ``generation_config``: that library's object, or a dict of ``settings``.
         """
-        settings = as_table(generation_config) | settings
+        settings, tokenizer = as_table(generation_config) | settings, self.processing_class
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         rows = [row[kept > 0].tolist() for row, kept in zip(input_ids, mask, strict=True)]
         whole = generated(self, rows, settings)
-        new = [torch.tensor(ids[len(row) :]) for ids, row in zip(whole, rows, strict=True)]
-        pad = settings.get("pad_token_id", getattr(self.processing_class, "pad_token_id", None)) or 0
-        return torch.cat((input_ids, pad_sequence(new, True, pad).to(input_ids)), 1)
+        new = [input_ids.new_tensor(ids[len(row) :]) for ids, row in zip(whole, rows, strict=True)]
+        pads = settings.get("pad_token_id"), *(getattr(tokenizer, f"{kind}_token_id", None) for kind in ("pad", "eos"))
+        return torch.cat((input_ids, pad_sequence(new, True, next((i for i in pads if i is not None), 0))), 1)
 
     def get_state_components(self) -> list[StateComponent]:
         """Those of Forgather: the model, and from ``train()`` on optimizer, scheduler, trainer, data, rng, callbacks.
@@ -102,5 +101,5 @@ class SourceNames(Loop):
     def get_process_groups(self) -> dict[str, Any]:
         """``ddp_group``, the ranks that read other data for the same layers, and ``pp_group``, those of one pipeline,
         where there are several. An override adds groups of its own, by the names that its components have for them."""
-        groups = {name: getattr(self.run.strategy, name) for name in ("ddp_group", "pp_group")}
-        return {name: group for name, group in groups.items() if group is not None}
+        names = ("ddp_group", "pp_group")
+        return {name: group for name in names if (group := getattr(self.run.strategy, name)) is not None}
