@@ -261,3 +261,16 @@ def test_the_best_model_is_not_loaded_where_there_is_none(tmp_path: Path, caplog
     trainer.load_checkpoint(True)
     assert "no whole and healthy checkpoint has eval_loss" in caplog.text
     assert not list(tmp_path.iterdir()), "who does not train leaves no trace"
+
+
+def groups(root: str) -> dict[str, list[int]]:
+    trainer = {"type": "pipeline", "shard": 2, "n_microbatches": 2}
+    found = tiny.script(root, model_init=tiny.decoder, trainer=trainer).get_process_groups()
+    return {name: dist.get_process_group_ranks(group) for name, group in found.items()}
+
+
+def test_a_pipeline_of_sharded_stages_has_both_groups(tmp_path: Path) -> None:
+    expected = [
+        {"pp_group": [rank % 2, rank % 2 + 2], "ddp_group": [rank // 2 * 2, rank // 2 * 2 + 1]} for rank in range(4)
+    ]
+    assert run_ranks(4, groups, str(tmp_path)) == [dict(sorted(each.items())) for each in expected]
