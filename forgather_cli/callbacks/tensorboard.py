@@ -75,7 +75,6 @@ class TBLogger(BuiltIn[TensorboardSettings]):
             raise ConfigError(problems)
         self._waiting: list[tuple[str, str, int]] = []
         self._writer = summary_writer or ResumableSummaryWriter()
-        self._has_opened = False
         self._begun = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -121,7 +120,7 @@ class TBLogger(BuiltIn[TensorboardSettings]):
         return self._open() if self._begun else None
 
     def on_rollback(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._has_opened:
+        if self._writer.writer is not None:
             self._writer.close()
             self._writer.begin(self.run, state.global_step)
 
@@ -142,8 +141,7 @@ class TBLogger(BuiltIn[TensorboardSettings]):
     def _open(self) -> Any:
         self._writer.log_dir = self._writer.log_dir or self.run.tensorboard
         writer = self._writer.writer or self._writer.opened()
-        if not self._has_opened:
-            self._has_opened = True
+        if self._waiting:
             chosen: dict[str, float | str] = {**self.run.typed()}  # numbers as such
             for name, value in chosen.items():
                 with contextlib.suppress(ValueError):

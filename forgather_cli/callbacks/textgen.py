@@ -196,13 +196,12 @@ def continued(
     return [ids[:size] for ids, size in zip(new, sizes, strict=True)]
 
 
-def as_table(generation_config: Any) -> dict[str, Any]:
-    """Settings of ``Sampling`` by name, from a table of them or from transformers' ``GenerationConfig``: what that has
-    been given."""
+def as_table(generation_config: Any) -> Any:
+    """A ``GenerationConfig`` of transformers as settings of ``Sampling`` by name: what it has been given; others as
+    they are."""
     if not hasattr(generation_config, "to_diff_dict"):
-        return {**(generation_config or {})}
-    given = generation_config.to_diff_dict()
-    return {name: value for name, value in given.items() if name != "transformers_version"}
+        return generation_config
+    return {name: value for name, value in generation_config.to_diff_dict().items() if name != "transformers_version"}
 
 
 def cut_samples(path: Path, last_step: int) -> None:

@@ -78,7 +78,7 @@ class SourceNames(Loop):
 
         ``generation_config``: that library's object, or a dict of ``settings``.
         """
-        settings, tokenizer = as_table(generation_config) | settings, self.processing_class
+        settings, tokenizer = (as_table(generation_config) or {}) | settings, self.processing_class
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         rows = [row[kept > 0].tolist() for row, kept in zip(input_ids, mask, strict=True)]
         whole = generated(self, rows, settings)

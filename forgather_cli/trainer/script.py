@@ -124,9 +124,8 @@ class Trainer(SourceNames):
             callbacks=[each() if isinstance(each, type) else each for each in callbacks or ()],
         )  # fmt: skip
         if "default_callbacks" in overrides:
-            config = replace(
-                config, callbacks=replace(config.callbacks, metrics=None, info=None, progress=None, json=None)
-            )
+            without = dict.fromkeys(("metrics", "info", "progress", "json"))
+            config = replace(config, callbacks=replace(config.callbacks, **without))
             objects.callbacks[:0] = self.default_callbacks()
         logs = None if config.logging_dir is None else Path(config.logging_dir)
         run_dir = RunDir(Path(config.output_dir or "trainer_output"), logs)

@@ -214,13 +214,16 @@ def test_end_and_padding_are_the_tokenizers_unless_they_are_said(tmp_path: Path)
 
 def test_a_generation_config_is_a_table_or_the_object_of_transformers() -> None:
     given = {"top_p": 0.5, "typical_p": 0.3, "max_new_tokens": 5, "do_sample": True, "eos_token_id": [3, 4]}
-    made_of = [transformers.GenerationConfig(**given), given, GenerationConfig(**given)]
-    first, *others = (TextgenCallback(generation_config=config).sampling for config in made_of)
-    assert all(other == first for other in others)
+    first, second = (
+        TextgenCallback(generation_config=each).sampling for each in (transformers.GenerationConfig(**given), given)
+    )
+    assert first == second
     assert {name: getattr(first, name) for name in given} == given
     assert (first.top_k, first.temperature) == (20, 0.7), "the callback's"
     with pytest.raises(ConfigError, match=r"TextgenCallback\.generation_config\.penalty_alpha: unknown setting"):
         TextgenCallback(generation_config=transformers.GenerationConfig(penalty_alpha=0.6))
+    with pytest.raises(ConfigError, match=r"TextgenCallback\.generation_config: "):
+        TextgenCallback(generation_config="beams")
 
 
 def test_samples_are_written_by_the_same_table_as_forgather_generate(tmp_path: Path) -> None:
