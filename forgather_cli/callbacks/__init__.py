@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from forgather_cli.callbacks.peak_memory import PeakMemory
     from forgather_cli.callbacks.profiler import ProfilerCallback
     from forgather_cli.callbacks.progress import ProgressCallback
-    from forgather_cli.callbacks.tensorboard import TBLogger
+    from forgather_cli.callbacks.tensorboard import ResumableSummaryWriter, TBLogger
     from forgather_cli.callbacks.textgen import TextgenCallback
     from forgather_cli.callbacks.trackers import Trackers
     from forgather_cli.callbacks.weight_norm import WeightNormLogger
@@ -31,17 +31,18 @@ _HOMES = {
     "DefaultMetrics": "metrics", "DiLoCoCallback": "diloco", "DivergenceDetector": "divergence",
     "EarlyStopping": "early_stopping", "GradNormLogger": "grad_norms", "InfoCallback": "info",
     "JsonLogger": "json_logger", "ParameterNormLogger": "parameter_norms", "PeakMemory": "peak_memory",
-    "ProfilerCallback": "profiler", "ProgressCallback": "progress", "TBLogger": "tensorboard",
-    "TextgenCallback": "textgen", "Trackers": "trackers", "TrainerCallback": "base", "TrainerControl": "base",
-    "TrainerControlCallback": "control", "TrainerState": "base", "WeightNormLogger": "weight_norm",
+    "ProfilerCallback": "profiler", "ProgressCallback": "progress", "ResumableSummaryWriter": "tensorboard",
+    "TBLogger": "tensorboard", "TextgenCallback": "textgen", "Trackers": "trackers", "TrainerCallback": "base",
+    "TrainerControl": "base", "TrainerControlCallback": "control", "TrainerState": "base",
+    "WeightNormLogger": "weight_norm",
 }  # fmt: skip
 """Name -> module."""
 
 __all__ = [
     "DefaultMetrics", "DiLoCoCallback", "DivergenceDetector", "EarlyStopping", "GradNormLogger", "InfoCallback",
-    "JsonLogger", "ParameterNormLogger", "PeakMemory", "ProfilerCallback", "ProgressCallback", "TBLogger",
-    "TextgenCallback", "Trackers", "TrainerCallback", "TrainerControl", "TrainerControlCallback", "TrainerState",
-    "WeightNormLogger",
+    "JsonLogger", "ParameterNormLogger", "PeakMemory", "ProfilerCallback", "ProgressCallback", "ResumableSummaryWriter",
+    "TBLogger", "TextgenCallback", "Trackers", "TrainerCallback", "TrainerControl", "TrainerControlCallback",
+    "TrainerState", "WeightNormLogger",
 ]  # fmt: skip
 
 

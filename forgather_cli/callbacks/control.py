@@ -12,13 +12,13 @@ from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import plain
-from forgather_cli.config.schema import ControlSettings
+from forgather_cli.config.schema import ControlSettings, job_id_problems
 from forgather_cli.control import command_record, registry
 from forgather_cli.control.command_queue import CommandQueue
 from forgather_cli.control.command_record import ABORT, SAVE, STOP, ControlCommand
 from forgather_cli.control.registry import Entry
 from forgather_cli.control.server import PORTS, ControlServer
-from forgather_cli.errors import ForgatherError
+from forgather_cli.errors import ConfigError, ForgatherError
 from forgather_cli.run_dir import step_of
 
 log = logging.getLogger(__name__)
@@ -37,8 +37,12 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
     config_name = "control"
     kind = ControlSettings
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, job_id: str | None = None, **kwargs: Any) -> None:
+        """``job_id``: as the setting of this name, which it excludes."""
         super().__init__(*args, **kwargs)
+        if problems := list(job_id_problems(job_id)):
+            raise ConfigError([f"TrainerControlCallback.{problem}" for problem in problems])
+        self._job_id = job_id
         self._trainer: Any = None
         self._queue: CommandQueue | None = None
         self._server: ControlServer | None = None
@@ -54,9 +58,13 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
 
     # --------------------------------------------------------------------------------------------------------- events
 
+    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._job_id is not None and args.job_id is not None:
+            raise ConfigError("TrainerControlCallback.job_id: job_id says it too, got both; leave one of the two out")
+
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer = trainer = kwargs["trainer"]
-        job_id = args.job_id or registry.new_job_id(os.getpid())
+        job_id = self._job_id or args.job_id or registry.new_job_id(os.getpid())
         if registry.is_taken(job_id):
             log.warning("job_id: %s is the id of a job that runs; this one adds its process id", job_id)
             job_id = f"{job_id}_{os.getpid()}"

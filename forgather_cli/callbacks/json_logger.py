@@ -63,6 +63,12 @@ class JsonLogger(BuiltIn[JsonSettings]):
     config_name = "json"
     kind = JsonSettings
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Further keywords are values that every record has."""
+        names = {"settings", "run", "config_tree", "stream"} & kwargs.keys()
+        super().__init__(*args, **{name: kwargs.pop(name) for name in names})
+        self._values = kwargs
+
     @cached_property
     def _file(self) -> RecordFile:
         return RecordFile(self.run.metrics)
@@ -73,7 +79,7 @@ class JsonLogger(BuiltIn[JsonSettings]):
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self._file.add(kwargs.get("logs") or {}, step=state.global_step, epoch=state.epoch)
+            self._file.add(self._values | (kwargs.get("logs") or {}), step=state.global_step, epoch=state.epoch)
 
     def on_rollback(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:

@@ -84,8 +84,10 @@ class PeakMemory(BuiltIn[PeakMemorySettings]):
     config_name = "peak_memory"
     kind = PeakMemorySettings
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, summary_writer: Any = None, **kwargs: Any) -> None:
+        """``summary_writer``: a ResumableSummaryWriter, by default the Trainer's TensorBoard."""
         super().__init__(*args, **kwargs)
+        self._summary_writer = summary_writer
         self._device = torch.device("cpu")
         self._snapshot: Path | None = None
         self._rank = 0
@@ -93,6 +95,8 @@ class PeakMemory(BuiltIn[PeakMemorySettings]):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         trainer = kwargs["trainer"]
         self._device, self._rank = trainer.run.strategy.device, trainer.run.world.rank
+        if self._summary_writer is not None:
+            self._summary_writer.begin(self.run, state.resumed_step)
         if not self.settings.enable_memory_snapshot:
             return
         if self._device.type != "cuda":
@@ -124,7 +128,8 @@ class PeakMemory(BuiltIn[PeakMemorySettings]):
                 if peak.statistics:
                     say(peak.statistics, self._stream)
                     tag = f"peak memory/rank {rank}"
-                    kwargs["trainer"].tensorboard.add_text(tag, indented(peak.statistics), state.global_step)
+                    writer = self._summary_writer or kwargs["trainer"].tensorboard
+                    writer.add_text(tag, indented(peak.statistics), state.global_step)
         self._dump()
 
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

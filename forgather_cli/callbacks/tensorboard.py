@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,6 +15,45 @@ import yaml
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.config.schema import TRANSFORMS, TensorboardSettings
 from forgather_cli.errors import ConfigError, SetupError
+from forgather_cli.run_dir import RunDir
+
+
+class ResumableSummaryWriter:
+    """torch's ``SummaryWriter``, which several callbacks may share (``summary_writer=``): made when something is first
+    written, on world rank 0. What a run writes after a resume purges what lies behind the resumed step.
+
+    ``log_dir``: by default that of the run, RUN/tensorboard.
+    """
+
+    def __init__(self, log_dir: str | Path | None = None) -> None:
+        self.log_dir = log_dir
+        self.writer: Any = None
+        self._purge_step: int | None = None
+
+    def begin(self, run: RunDir, last_step: int) -> None:
+        """What comes next follows on this step of ``run``; 0: it begins."""
+        self.log_dir = self.log_dir or run.tensorboard
+        if self.writer is None:
+            self._purge_step = last_step + 1 if last_step else 0
+
+    def opened(self) -> Any:
+        """The ``SummaryWriter``."""
+        if self.writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.writer = SummaryWriter(self.log_dir and str(self.log_dir), purge_step=self._purge_step)
+            self._purge_step = None  # a later reopening goes on
+            atexit.register(self.close)  # of what others write after on_train_end
+        return self.writer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.opened(), name)
+
+    def close(self) -> None:
+        atexit.unregister(self.close)
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
 
 
 class TBLogger(BuiltIn[TensorboardSettings]):
@@ -29,13 +69,12 @@ class TBLogger(BuiltIn[TensorboardSettings]):
     config_name = "tensorboard"
     kind = TensorboardSettings
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, summary_writer: ResumableSummaryWriter | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if problems := list(self.settings.problems()):
             raise ConfigError(problems)
         self._waiting: list[tuple[str, str, int]] = []
-        self._writer: Any = None
-        self._purge_step: int | None = None
+        self._writer = summary_writer or ResumableSummaryWriter()
         self._begun = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -46,7 +85,7 @@ class TBLogger(BuiltIn[TensorboardSettings]):
                 "callbacks.tensorboard: the package is missing; pip install tensorboard, or set it to null"
             )
         self._begun = True
-        self._purge_step = state.resumed_step + 1 if state.resumed_step else 0
+        self._writer.begin(self.run, state.resumed_step)
         if self._tree is not None:
             text = yaml.safe_dump(self._tree, sort_keys=False, allow_unicode=True)
             self._waiting.append(("config", indented(text), state.resumed_step))
@@ -80,20 +119,16 @@ class TBLogger(BuiltIn[TensorboardSettings]):
         """
         return self._open() if self._begun else None
 
-    def add_text(self, tag: str, text: str, step: int) -> None:
-        """Show literal text of another callback; world rank 0 only."""
-        self._open().add_text(tag, indented(text), step)
-
     def on_rollback(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._writer is not None:
-            self._close()
-            self._purge_step = state.global_step + 1
+        if self._writer.writer is not None:
+            self._writer.close()
+            self._writer.begin(self.run, state.global_step)
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._close()
+        self._writer.close()
 
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._close()
+        self._writer.close()
 
     def _values(self, logs: Mapping[str, Any]) -> dict[str, float]:
         values = {curve(name): float(value) for name, value in logs.items() if is_number(value) and name != "step"}
@@ -104,11 +139,9 @@ class TBLogger(BuiltIn[TensorboardSettings]):
         return values
 
     def _open(self) -> Any:
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self.run.tensorboard), purge_step=self._purge_step)
-            self._purge_step = None  # a later reopening goes on
+        self._writer.log_dir = self._writer.log_dir or self.run.tensorboard
+        writer = self._writer.writer or self._writer.opened()
+        if self._waiting:
             chosen: dict[str, float | str] = {**self.run.typed()}  # numbers as such
             for name, value in chosen.items():
                 with contextlib.suppress(ValueError):
@@ -118,18 +151,11 @@ class TBLogger(BuiltIn[TensorboardSettings]):
 
                 # not by add_hparams (torch 2.13), which makes a second run below this one
                 for summary in hparams(chosen, {"eval/loss": None, "train/loss": None}):  # type: ignore[no-untyped-call]
-                    self._writer._get_file_writer().add_summary(summary)
-            atexit.register(self._close)  # of what others write after on_train_end
+                    writer._get_file_writer().add_summary(summary)
         for text in self._waiting:
-            self._writer.add_text(*text)
+            writer.add_text(*text)
         self._waiting.clear()
-        return self._writer
-
-    def _close(self) -> None:
-        atexit.unregister(self._close)
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        return writer
 
 
 def curve(name: str) -> str:

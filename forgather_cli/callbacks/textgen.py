@@ -28,7 +28,6 @@ from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.terminal.bars import Bar
 
 logger = logging.getLogger(__name__)
-AddText = Callable[[str, str, int], None]
 ShowBar = Callable[[str, int, int], None]
 _MAX_LINES = 6  # on a terminal
 _RECORD = re.compile(rb"^(?==== step \d+ ===\r?$)", re.MULTILINE)
@@ -41,25 +40,28 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
     """Continues the prompts at each evaluation, or every ``generation_steps`` steps, all in one left-padded batch.
 
     Collective: every rank generates the tokens that rank 0 draws, and rank 0 writes to the console, to ``samples.txt``
-    and to ``add_text`` (tag, text, step). Sampling draws from a generator of its own, seeded by (seed, step), and
+    and to TensorBoard. Sampling draws from a generator of its own, seeded by (seed, step), and
     leaves training's alone.
     """
 
     config_name = "textgen"
     kind = TextgenSettings
 
-    def __init__(
-        self, *args: Any, add_text: AddText | None = None, show_bar: ShowBar | None = None, **kwargs: Any
-    ) -> None:
-        """``add_text``: by default that of the Trainer's TensorBoard. ``show_bar``: shows how many of how many tokens
-        are written, beside other bars; by default the Trainer's progress, else a bar alone.
+    def __init__(self, *args: Any, summary_writer: Any = None, show_bar: ShowBar | None = None, **kwargs: Any) -> None:
+        """``summary_writer``: a ResumableSummaryWriter, by default the Trainer's TensorBoard. ``show_bar``: shows how
+        many of how many tokens are written, beside other bars; by default the Trainer's progress, else a bar alone.
+        ``generation_config`` may be transformers' object.
         """
+        if "generation_config" in kwargs:
+            kwargs["generation_config"] = as_table(kwargs["generation_config"])
         super().__init__(*args, **kwargs)
         self.prompts, self.sampling = self.settings.texts(), self.settings.sampling()
-        self._add_text, self._show_bar = add_text, show_bar
+        self._summary_writer, self._show_bar = summary_writer, show_bar
         self._writes, self._wrote = True, False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._summary_writer is not None:
+            self._summary_writer.begin(self.run, state.resumed_step)
         if state.is_world_process_zero:  # step 0 is repeated too, unless this very process has evaluated there
             cut_samples(self.run.samples, state.resumed_step if state.resumed_step or self._wrote else -1)
         tokenizer = kwargs.get("processing_class")
@@ -99,12 +101,10 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
             if state.is_world_process_zero:
                 show(_BAR, most, most)
         if state.is_world_process_zero:
-            add_text = self._add_text or (
-                lambda tag, text, step: trainer.tensorboard.add_text(tag, indented(text), step)
-            )
-            self._write([printable(text) for text in completions], state.global_step, add_text)
+            writer = self._summary_writer or trainer.tensorboard
+            self._write([printable(text) for text in completions], state.global_step, writer)
 
-    def _write(self, completions: list[str], step: int, add_text: AddText) -> None:
+    def _write(self, completions: list[str], step: int, writer: Any) -> None:
         self.run.samples.parent.mkdir(exist_ok=True)
         pairs = list(zip(self.prompts, completions, strict=True))
         text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
@@ -113,7 +113,7 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
         self._wrote = True
         for number, (prompt, completion) in enumerate(pairs, 1):
             _show(prompt, completion, f"sample {number} at step {step}", self._stream)
-            add_text(f"samples/{number}", prompt + completion, step)
+            writer.add_text(f"samples/{number}", indented(prompt + completion), step)
 
 
 def written(
@@ -155,12 +155,14 @@ def continued(
     from forgather_cli.models.generate import generate, prompt_inputs
 
     strategy, stops, eos = trainer.strategy, sampling.stop, getattr(tokenizer, "eos_token_id", None)
-    pad = next((i for i in (getattr(tokenizer, "pad_token_id", None), eos) if i is not None), 0)
+    ends = sampling.ends([] if eos is None else [eos])
+    pads = (sampling.pad_token_id, getattr(tokenizer, "pad_token_id", None), *ends)
+    pad = next((i for i in pads if i is not None), 0)
     inputs = prompt_inputs(strategy.parts[0], rows, pad)
     input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(strategy.device), inputs)
 
     def before_end(ids: list[int]) -> list[int]:
-        return ids[: ids.index(eos)] if eos in ids else ids
+        return ids[: next((n for n, token in enumerate(ids) if token in ends), len(ids))]
 
     def has_stop(ids: list[int]) -> bool:
         text = tokenizer.decode(before_end(ids))
@@ -181,7 +183,7 @@ def continued(
             mask,
             encoder_inputs=encoder_inputs,
             **sampling.choices,
-            eos_token_id=eos,
+            eos_token_id=ends,
             pad_token_id=pad,
             generator=generator,
             agree=_that_of_rank_0(trainer.run.cpu_group),
@@ -190,8 +192,16 @@ def continued(
         )
     new = [before_end(ids) for ids in output[:, input_ids.shape[1] :].tolist()]
     # behind a text that stops a row there is padding
-    ends = [next((n for n in range(1, len(ids)) if stops and has_stop(ids[:n])), len(ids)) for ids in new]
-    return [ids[:end] for ids, end in zip(new, ends, strict=True)]
+    sizes = [next((n for n in range(1, len(ids)) if stops and has_stop(ids[:n])), len(ids)) for ids in new]
+    return [ids[:size] for ids, size in zip(new, sizes, strict=True)]
+
+
+def as_table(generation_config: Any) -> Any:
+    """A ``GenerationConfig`` of transformers as settings of ``Sampling`` by name: what it has been given; others as
+    they are."""
+    if not hasattr(generation_config, "to_diff_dict"):
+        return generation_config
+    return {name: value for name, value in generation_config.to_diff_dict().items() if name != "transformers_version"}
 
 
 def cut_samples(path: Path, last_step: int) -> None:

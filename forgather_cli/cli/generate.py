@@ -75,6 +75,7 @@ def generate(
     top_k: Annotated[int, _option("top_k", _DRAW)] = Sampling.top_k,
     top_p: Annotated[float, _option("top_p", _DRAW)] = Sampling.top_p,
     min_p: Annotated[float, _option("min_p", _DRAW)] = Sampling.min_p,
+    typical_p: Annotated[float, _option("typical_p", _DRAW)] = Sampling.typical_p,
     num_beams: Annotated[int, _option("num_beams", _DRAW)] = Sampling.num_beams,
     repetition_penalty: Annotated[float, _option("repetition_penalty", _DRAW)] = Sampling.repetition_penalty,
     no_repeat_ngram_size: Annotated[int, _option("no_repeat_ngram_size", _DRAW)] = Sampling.no_repeat_ngram_size,
@@ -126,17 +127,17 @@ def _checked(ctx: typer.Context, greedy: bool) -> Sampling:
     """How tokens are chosen. Raises ConfigError for options out of their bounds, that contradict each other, or that
     nothing would read.
     """
-    values, leave_out, problems = ctx.params, "leave it out", []
+    values, omit, problems = ctx.params, "leave it out", []
     unread: dict[str, tuple[str, str]] = {}  # option -> why nothing reads it, what to do
     if greedy:
-        unread |= dict.fromkeys(("top_k", "top_p", "min_p"), ("where nothing is drawn (greedy)", leave_out))
+        unread |= dict.fromkeys(("top_k", "top_p", "min_p", "typical_p"), ("where nothing is drawn (greedy)", omit))
         unread |= {"temperature": ("with --greedy", "give one of the two")} if values["greedy"] else {}
     if values["prompts"] is not None:
         unread["prompt"] = ("with --prompts", "give one of the two")
     else:
-        unread["batch_size"] = ("without --prompts", leave_out)
+        unread["batch_size"] = ("without --prompts", omit)
     if values["chat"]:
-        unread |= dict.fromkeys(("prompts", "num_samples", "output", "batch_size"), ("with --chat", leave_out))
+        unread |= dict.fromkeys(("prompts", "num_samples", "output", "batch_size"), ("with --chat", omit))
     else:
         unread["system"] = ("without --chat", "add --chat")
     for name, (why, remedy) in unread.items():

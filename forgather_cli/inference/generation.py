@@ -103,9 +103,9 @@ class Generator:
         ``in_chat``: the end of the assistant's turn is an end too.
         """
         ids, texts = self._ends_of_turn() if in_chat else ((), ())
-        ends, stops = {*self.end_tokens, *ids}, [*sampling.stop, *texts]
+        ends, stops = {*sampling.ends(self.end_tokens), *ids}, [*sampling.stop, *texts]
         rows = [_Row(self, prompt, sampling.max_new_tokens, ends, stops) for prompt in prompts]
-        pad = self.tokenizer.pad_token_id
+        pad = self.tokenizer.pad_token_id if sampling.pad_token_id is None else sampling.pad_token_id
         device = self.source.device
         inputs = prompt_inputs(self.source.model, [list(prompt) for prompt in prompts], pad)
         input_ids, mask, encoder_inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), inputs)

@@ -97,7 +97,7 @@ class UserLoss(Loss):
     """
 
     def __init__(self, loss_fn: LossFn) -> None:
-        self._loss_fn, self._is_new = loss_fn, True
+        self.function, self._is_new = loss_fn, True
         self._counted = "num_items_in_batch" in inspect.signature(loss_fn).parameters
 
     def check(self, model: nn.Module) -> None:
@@ -110,7 +110,7 @@ class UserLoss(Loss):
         count = num_targets(labels, label_shift(inputs))
         is_new, self._is_new = self._is_new, False
         try:
-            return _weighted(self._loss_fn, self._counted, logits, labels, count, step_targets, is_new)
+            return _weighted(self.function, self._counted, logits, labels, count, step_targets, is_new)
         except MISFITS as error:
             explain_misfit(error, model, logits, inputs, labels)
             raise

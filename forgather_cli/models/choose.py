@@ -22,6 +22,7 @@ class Rules:
     top_k: int
     top_p: float
     min_p: float
+    typical_p: float
     num_beams: int
     repetition_penalty: float
     no_repeat_ngram_size: int
@@ -39,7 +40,7 @@ class Rules:
         if not self.do_sample:
             return scores
         keep = 1 if self.num_beams == 1 else 1 + len(self.ends)  # so that a beam can go on
-        return filtered(scores / self.temperature, self.top_k, self.top_p, self.min_p, keep=keep)
+        return filtered(scores / self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p, keep=keep)
 
 
 def finite(logits: Tensor) -> Tensor:
@@ -72,11 +73,15 @@ def without_repeats(scores: Tensor, ids: Tensor, real: Tensor, size: int) -> Ten
     )
 
 
-def filtered(scores: Tensor, top_k: int, top_p: float, min_p: float = 0.0, *, keep: int = 1) -> Tensor:
-    """Scores (B, V) with -inf for all but, one after another, the ``top_k`` best, the nucleus of mass ``top_p``, and
-    those at least ``min_p`` times as likely as the best; 0, 1.0 and 0.0 are off, and the ``keep`` best always stay.
+def filtered(
+    scores: Tensor, top_k: int, top_p: float, min_p: float = 0, typical_p: float = 1, *, keep: int = 1
+) -> Tensor:
+    """Scores (B, V) with -inf for all but, one after another, the ``top_k`` best, the nucleus of mass ``top_p``, those
+    at least ``min_p`` times as likely as the best, and the mass ``typical_p`` of those whose information is nearest to
+    the entropy; 0, 1.0, 0.0 and 1.0 are off, and the ``keep`` first always stay.
 
-    Sources: Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al. 2024, arXiv:2407.01082.
+    Sources: Holtzman et al. 2019, arXiv:1904.09751; Nguyen et al. 2024, arXiv:2407.01082; Meister et al. 2022,
+    arXiv:2202.00666.
     """
     if 0 < top_k < scores.shape[-1]:
         worst = scores.topk(min(max(top_k, keep), scores.shape[-1])).values[:, -1:]
@@ -92,4 +97,11 @@ def filtered(scores: Tensor, top_k: int, top_p: float, min_p: float = 0.0, *, ke
         cut = odds < min_p * odds.amax(-1, keepdim=True)
         cut.scatter_(-1, odds.topk(min(keep, odds.shape[-1])).indices, False)
         scores = scores.masked_fill(cut, -torch.inf)
+    if typical_p < 1.0:
+        logs = scores.log_softmax(-1)
+        odds, entropy = logs.exp(), -(logs * logs.exp()).nansum(-1, keepdim=True)
+        order = (-logs - entropy).abs().argsort()
+        cut = odds.gather(-1, order).cumsum(-1) - odds.gather(-1, order) >= typical_p
+        cut[:, :keep] = False
+        scores = scores.masked_fill(torch.zeros_like(cut).scatter(-1, order, cut), -torch.inf)
     return scores

@@ -30,6 +30,7 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
+    typical_p: float = 1.0,
     num_beams: int = 1,
     repetition_penalty: float = 1.0,
     no_repeat_ngram_size: int = 0,
@@ -58,7 +59,7 @@ def generate(
     ends = torch.tensor(given, dtype=torch.int64, device=input_ids.device)
     filler = pad_token_id if pad_token_id is not None else (given[0] if given else 0)
     rules = Rules(
-        ends, min_new_tokens, do_sample, temperature, top_k, top_p, min_p, num_beams, repetition_penalty,
+        ends, min_new_tokens, do_sample, temperature, top_k, top_p, min_p, typical_p, num_beams, repetition_penalty,
         no_repeat_ngram_size,
     )  # fmt: skip
     real = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(input_ids)

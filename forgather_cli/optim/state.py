@@ -104,6 +104,13 @@ class ParameterOptimizer(ABC):
                 }
         return {"groups": groups, "tensors": tensors, "values": values, "steps": steps}
 
+    def state_dict(self) -> dict[str, Any]:
+        """Both, of what this rank holds."""
+        return {"groups": self.group_state(), "tensors": self.state_tensors()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.load(state["tensors"], state["groups"])
+
     def _entries(self) -> Iterator[tuple[str, str, Any]]:
         """(parameter name, state key, value) in the order of the groups."""
         for optimizer in self.optimizers:

@@ -116,6 +116,10 @@ class Strategy(ABC):
     """Which slice of the data this rank reads, of how many."""
     model_group: Any
     """Process group of the ranks that hold different parameters of one model; None: only this one."""
+    ddp_group: Any = None
+    """Process group of the ranks that hold the same layers and read other data; None: only this one."""
+    pp_group: Any = None
+    """Process group of the ranks of this rank's pipeline; None where the layers are not divided."""
     duplicates: frozenset[nn.Parameter] = frozenset()
     """Parameters of ``parts`` that another rank of ``model_group`` holds too and counts in the norm (tied weights)."""
     batch_multiple: int = 1

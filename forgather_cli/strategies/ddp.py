@@ -48,6 +48,7 @@ class DataParallel(Strategy):
     ) -> None:
         self._world = world()
         self.data_rank, self.data_size = self._world.rank, self._world.size
+        self.ddp_group = self._world.group
         self.device = device
         self._loss = loss
         self._autocast = autocast

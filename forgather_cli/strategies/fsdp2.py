@@ -50,6 +50,7 @@ class FullyShard(Strategy):
                 f"set it to a divisor of {everybody.size}"
             )
         self.data_rank, self.data_size = everybody.rank, everybody.size
+        self.ddp_group = everybody.group
         self.device = device
         self._loss = loss
         mesh = mesh_of(device, Degrees(replicate=settings.replicate, shard=shards))

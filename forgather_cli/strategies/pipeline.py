@@ -76,18 +76,17 @@ class Pipeline(Strategy):
         self._vocab_size: int | None = None
         world = distributed.world()
         self.data_rank, self.data_size = world.rank % settings.shard, settings.shard
-        self._group = world.group
-        """The ranks of this rank's pipeline."""
+        self.pp_group = world.group
         if settings.shard > 1:
             if problems := list(settings.layout_problems(None, world.size)):
                 raise ConfigError(problems)
             mesh = mesh_of(device, Degrees(pipeline=world.size // settings.shard, shard=settings.shard))
-            self._group = mesh.get_group("pipeline")
+            self.pp_group, self.ddp_group = mesh.get_group("pipeline"), mesh.get_group("shard")
             self._autocast = nullcontext  # instead there is a policy
             # weights stay gathered from forward to backward: a stage has many forwards before its first backward
             gathering = FSDP2Settings(reshard_after_forward=False)
             policy = precision_policy(gathering, precision)
-            self._sharding = Sharding(mesh["shard"], mesh.get_group("shard"), device, gathering, policy)
+            self._sharding = Sharding(mesh["shard"], self.ddp_group, device, gathering, policy)
         self._even_microbatches = EvenMicrobatches(distributed.cpu_group() if settings.shard > 1 else None, device)
 
     @classmethod
@@ -120,7 +119,7 @@ class Pipeline(Strategy):
             self._modules.append(self._stage(part, stage, boundary, spec))
         self.parts = [module.model for module in self._modules]
         self._owners = [stage.rank * shard + self.data_rank for stage in layout]
-        self._schedule = TrainingSchedule(self._settings, self._modules, len(layout), self.device, self._group)
+        self._schedule = TrainingSchedule(self._settings, self._modules, len(layout), self.device, self.pp_group)
 
         # all ranks learn what each stage holds: they find tied parameters, and rank 0 logs the layout
         mine = {m.stage.index: {name: p.numel() for name, p in m.model.named_parameters()} for m in self._modules}
@@ -239,18 +238,18 @@ class Pipeline(Strategy):
         source = self._owners[-1]
         if self._vocab_size is None:
             size = torch.tensor(0 if logits is None else logits.shape[-1], device=self.device)
-            dist.broadcast(size, source, group=self._group)
+            dist.broadcast(size, source, group=self.pp_group)
             self._vocab_size = int(size)
         if logits is None:
             logits = torch.empty(len(inputs["input_ids"]), 1, self._vocab_size, device=self.device)
         logits = logits.float().contiguous()
-        dist.broadcast(logits, source, group=self._group)
+        dist.broadcast(logits, source, group=self.pp_group)
         return logits
 
     def _forward(self, batches: list[Batch], run: Callable[[StageModule, Batch], Any]) -> list[Any]:
         modules = {module.stage.index: module for module in self._modules}
         with self._gathered(), self._autocast():
-            return forward_through(modules, self._owners, batches, self.device, self._group, run)
+            return forward_through(modules, self._owners, batches, self.device, self.pp_group, run)
 
     @contextmanager
     def _gathered(self) -> Iterator[None]:

@@ -77,7 +77,7 @@ class Checkpoints:
         self.wait, self.wait_if_late = self._checkpointer.wait, self._checkpointer.wait_if_late
         self.failures = self._checkpointer.failures
         """(step, reason) of every save that was not published; the same on all ranks."""
-        self._checkpointer.clean()
+        self.clean = self._checkpointer.clean
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -138,10 +138,10 @@ class Checkpoints:
         groups = ToCompare(merge_group_states(gather(run.optimizer.group_state(), run.cpu_group)))
         identity = Component("identity", ToCompare(identity_of(self._run)), Sharing.GLOBAL)
         if run.script.save_only_model:
-            return [*self._restorable(), *self._of_scaling(), identity]
+            return [*self.restorable(), *self._of_scaling(), identity]
         own = [] if not run.ranks_differ else [ToCompare(run.optimizer.state_tensors())]
         return [
-            *self._restorable(),
+            *self.restorable(),
             *self.own,
             *self._of_strategy(),
             *self._of_scaling(),
@@ -150,7 +150,7 @@ class Checkpoints:
             identity,
         ]
 
-    def _restorable(self) -> list[Component]:
+    def restorable(self) -> list[Component]:
         run = self._run
         position = Sharing.PER_RANK if run.epochs.loader.state_is_per_rank else Sharing.GLOBAL
         return [
@@ -250,7 +250,7 @@ class Checkpoints:
         if "optimizer" in wanted:
             self._restore_optimizer(reader)
             restore_components(reader, self._of_scaling())
-        restore_components(reader, self._restorable(), rank=rank, world_size=size, only=wanted)
+        restore_components(reader, self.restorable(), rank=rank, world_size=size, only=wanted)
         if "trainer" in wanted and "trainer" in reader.components():
             check_counters(reader)
         if "callbacks" in wanted:

@@ -37,6 +37,10 @@ class StateComponent:
     the state of the group of the same name."""
 
 
+class BuiltInComponent(StateComponent):
+    """One of Forgather's own, as ``Trainer.get_state_components`` shows it."""
+
+
 def own_components(
     given: Iterable[Any], groups: Mapping[str, Any], reserved: Collection[str], cpu_group: Any
 ) -> list[Component]:

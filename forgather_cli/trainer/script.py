@@ -6,7 +6,7 @@ import datetime
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from forgather_cli.trainer.checkpoints import RESERVED, save_model
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions
 from forgather_cli.trainer.generate import generated
 from forgather_cli.trainer.given import Hooks, Objects
+from forgather_cli.trainer.names import SourceNames
 from forgather_cli.trainer.optimizers import (
     OptimizerRecipe,
     as_group_settings,
@@ -44,14 +45,13 @@ from forgather_cli.trainer.optimizers import (
     as_schedule,
     print_groups,
 )
-from forgather_cli.trainer.own_components import StateComponent, own_components
+from forgather_cli.trainer.own_components import BuiltInComponent, StateComponent, own_components
 from forgather_cli.trainer.run import describe
 from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 from forgather_cli.trainer.subclass import checked_overrides
-from forgather_cli.trainer.trainer import Loop
 
 
-class Trainer(Loop):
+class Trainer(SourceNames):
     """Trains a causal language model; stands in for Hugging Face's Trainer in basic use.
 
     Give ``model`` or ``model_init`` (makes one, possibly on meta, then with ``init_weights(part, seed)``); ``args``
@@ -106,7 +106,8 @@ class Trainer(Loop):
             config = from_python.config_of(config, model_init if model is None else model, train_dataset)
         overrides = checked_overrides(type(self), Trainer, config, made_strategy=made_strategy is not None)
         self.compute_metrics, self.preprocess_logits_for_metrics = compute_metrics, preprocess_logits_for_metrics
-        self.train_dataset, self.eval_dataset, self.data_collator = train_dataset, eval_dataset, data_collator
+        self.train_dataset, self.do_train = train_dataset, train_dataset is not None
+        self.eval_dataset, self.data_collator = eval_dataset, data_collator
         self._added: list[StateComponent] = []
         self.optimizer: Any = None
         """None before training, unless the script sets that of the next one; a ``ParameterOptimizer`` from then on."""
@@ -122,6 +123,10 @@ class Trainer(Loop):
             enable_checkpointing=from_python.function_of_model(enable_activation_checkpoint_fn),
             callbacks=[each() if isinstance(each, type) else each for each in callbacks or ()],
         )  # fmt: skip
+        if "default_callbacks" in overrides:
+            without = dict.fromkeys(("metrics", "info", "progress", "json"))
+            config = replace(config, callbacks=replace(config.callbacks, **without))
+            objects.callbacks[:0] = self.default_callbacks()
         logs = None if config.logging_dir is None else Path(config.logging_dir)
         run_dir = RunDir(Path(config.output_dir or "trainer_output"), logs)
         self._files = run_files
@@ -319,15 +324,6 @@ class Trainer(Loop):
             run.eval_loader = eval_loader(self.run.config, run.strategy, dataset, self._data_ranks, self._collate_fn)
         return run.eval_loader
 
-    def get_state_components(self) -> list[StateComponent]:
-        """Components of a subclass's own, beside those that are added; asked once for each training, when model and
-        optimizer are made."""
-        return []
-
-    def get_process_groups(self) -> dict[str, Any]:
-        """Process groups of a subclass's own, by the names that its components have for them."""
-        return {}
-
     # ----------------------------------------------------------------------------------------------- progress and files
 
     @property
@@ -429,9 +425,10 @@ class Trainer(Loop):
 
     def _make_train_loader(self) -> TrainLoader:
         made = self.get_train_dataloader()
-        if isinstance(made, MicrobatchLoader):
-            return made.loader
-        return train_loader(self.run, made, self._collate_fn, self._data_ranks, self._token_bytes)
+        if not isinstance(made, MicrobatchLoader):
+            made = MicrobatchLoader(train_loader(self.run, made, self._collate_fn, self._data_ranks, self._token_bytes))
+        self.train_dataloader = made.loader
+        return made.loader
 
     @cached_property
     def _token_bytes(self) -> Tensor | None:
@@ -458,7 +455,9 @@ class Trainer(Loop):
                 self.callbacks.add(scheduler)
 
     def _own_components(self) -> list[Component]:
-        given = [*self._added, *self.get_state_components()]
+        given = self._added
+        if type(self).get_state_components is not Trainer.get_state_components:
+            given = given + [each for each in self.get_state_components() if not isinstance(each, BuiltInComponent)]
         return own_components(given, self.get_process_groups(), RESERVED, self.run.cpu_group)
 
     def _prepare_evaluation(self) -> bool:

@@ -111,14 +111,15 @@ def checked_overrides(kind: type, base: type, config: Config, *, made_strategy: 
     """
     if kind is base:
         return set()
-    names = HONOURED | REFUSED.keys() | private_methods()
+    honoured = HONOURED | {"default_callbacks"}  # which is ours
+    names = honoured | REFUSED.keys() | private_methods()
     found = {name for name in names
              if inspect.getattr_static(kind, name, None) is not inspect.getattr_static(base, name, None)}  # fmt: skip
     in_stages = not made_strategy and getattr(config.trainer, "cuts_layers", False)
     of_stages = "gets the whole model, of which a rank of trainer=pipeline has only stages; give"
     problems = [
         f"{kind.__name__}.{name}: nothing calls it here; {REFUSED.get(name, 'override a public method')}"
-        for name in sorted(found - HONOURED)
+        for name in sorted(found - honoured)
     ]
     if "compute_loss" in found and made_strategy:
         problems.append("compute_loss: the given strategy has a loss already; give its settings as strategy")

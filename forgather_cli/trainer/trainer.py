@@ -205,6 +205,7 @@ class Loop:
         run, config, state, strategy = self.run, self.run.config, self.run.state, self.run.strategy
         run.batch_plan = batch_plan(config, strategy.data_size, multiple_of=strategy.batch_multiple)
         self.checkpoints = Checkpoints(run, self.callbacks.by_name)
+        self.checkpoints.clean()
         self._recovery = Recovery(run, self.checkpoints)
         reader = self.checkpoints.find(resume) if resume is not False else None
         if reader is not None and config.seed < 0:

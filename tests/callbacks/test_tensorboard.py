@@ -11,7 +11,7 @@ import yaml
 from program import modules_after
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
-from forgather_cli.callbacks.tensorboard import TBLogger
+from forgather_cli.callbacks.tensorboard import TBLogger, indented
 from forgather_cli.config.schema import TensorboardSettings
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
@@ -31,7 +31,7 @@ def train(path: Path, steps: range, scalars: dict[str, Any] | None = None, rank_
         logs = {"loss": float(step), "tok_per_sec": 5e3, "epoch": 0.5, "note": "text", "step": step, "zero": 0.0}
         logger.on_log(None, state, CONTROL, logs=logs)
     if rank_zero:
-        logger.add_text("samples/1", "def f():\n    # *x*", state.global_step)
+        logger.tb_writer.add_text("samples/1", indented("def f():\n    # *x*"), state.global_step)
     logger.on_log(None, state, CONTROL, logs={"eval_loss": 2.0, "eval_perplexity": 7.389})
     logger.on_log(None, state, CONTROL, logs={"train_runtime": 12.5, "train_loss": 1.5})
     logger.on_train_end(None, state, CONTROL)

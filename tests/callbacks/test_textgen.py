@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from ranks import run_ranks
 from tiny import decoder
 from torch import Tensor, nn
@@ -62,9 +63,9 @@ def event(
     callbacks.emit(name, RunSettings(), TrainerState(global_step=step, **state), TrainerControl(), **given)
 
 
-def made(path: Path, prompts: Any = ("de",), add_text: Any = None, **settings: Any) -> TextgenCallback:
+def made(path: Path, prompts: Any = ("de",), writer: Any = None, **settings: Any) -> TextgenCallback:
     values = {"prompts": list(prompts), "max_new_tokens": 8, **settings}
-    return TextgenCallback(TextgenSettings(**values), RunDir(path), add_text=add_text)
+    return TextgenCallback(TextgenSettings(**values), RunDir(path), summary_writer=writer)
 
 
 def byte_ids(text: str) -> list[int]:
@@ -73,11 +74,11 @@ def byte_ids(text: str) -> list[int]:
 
 def test_a_sample_goes_to_console_file_and_tensorboard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts: list[Any] = []
-    callback = made(tmp_path, ["de", "Zoë = "], add_text=lambda *entry: texts.append(entry))
+    callback = made(tmp_path, ["de", "Zoë = "], SimpleNamespace(add_text=lambda *entry: texts.append(entry)))
     event(callback, "on_evaluate", Speaker(byte_ids("f ü\n x")), ByteTokenizer())
     samples = "=== step 100 ===\n--- 1 ---\ndef ü\n x\n\n--- 2 ---\nZoë = f ü\n x\n\n"
     assert (tmp_path / "samples.txt").read_text(encoding="utf-8") == samples
-    assert texts == [("samples/1", "def ü\n x", 100), ("samples/2", "Zoë = f ü\n x", 100)]
+    assert texts == [("samples/1", "    def ü\n     x", 100), ("samples/2", "    Zoë = f ü\n     x", 100)]
     out = capsys.readouterr().out
     assert "sample 1 at step 100:\n    def ü\n     x\n" in out
     written = Speaker(byte_ids("\nend" * 30))
@@ -197,6 +198,32 @@ def test_a_sample_ends_before_a_stop_text(tmp_path: Path, num_beams: int) -> Non
     event(made(tmp_path, max_new_tokens=3, generation_config=config), "on_evaluate", speaker, ByteTokenizer())
     assert (tmp_path / "samples.txt").read_text().splitlines()[2] == "deone tw"
     assert len(speaker.calls) == len("one two t") or num_beams > 1
+
+
+def test_end_and_padding_are_the_tokenizers_unless_they_are_said(tmp_path: Path) -> None:
+    speaker = Speaker(byte_ids("abcd"))
+    event(made(tmp_path, ["x", "yz"], eos_token_id=ord("c"), pad_token_id=7), "on_evaluate", speaker, ByteTokenizer())
+    assert (tmp_path / "samples.txt").read_text().splitlines()[2::3] == ["xab", "yzab"]
+    assert speaker.calls[0]["input_ids"].tolist() == [[7, ord("x")], [*b"yz"]]
+    assert len(speaker.calls) == 3
+    several = GenerationConfig(eos_token_id=[ord("d"), ord("b")])
+    speaker = Speaker(byte_ids("abcd"))
+    event(made(tmp_path / "several", generation_config=several), "on_evaluate", speaker, ByteTokenizer())
+    assert "\ndea\n" in (tmp_path / "several" / "samples.txt").read_text()
+
+
+def test_a_generation_config_is_a_table_or_the_object_of_transformers() -> None:
+    given = {"top_p": 0.5, "typical_p": 0.3, "max_new_tokens": 5, "do_sample": True, "eos_token_id": [3, 4]}
+    first, second = (
+        TextgenCallback(generation_config=each).sampling for each in (transformers.GenerationConfig(**given), given)
+    )
+    assert first == second
+    assert {name: getattr(first, name) for name in given} == given
+    assert (first.top_k, first.temperature) == (20, 0.7), "the callback's"
+    with pytest.raises(ConfigError, match=r"TextgenCallback\.generation_config\.penalty_alpha: unknown setting"):
+        TextgenCallback(generation_config=transformers.GenerationConfig(penalty_alpha=0.6))
+    with pytest.raises(ConfigError, match=r"TextgenCallback\.generation_config: "):
+        TextgenCallback(generation_config="beams")
 
 
 def test_samples_are_written_by_the_same_table_as_forgather_generate(tmp_path: Path) -> None:

@@ -452,6 +452,7 @@ CONTRADICTIONS = {
     "data=synthetic num_eval_samples=0 eval_steps=5": "eval_steps: nothing reads it with num_eval_samples=0; set num_",
     "eval_strategy=no +callbacks.early_stopping={patience: 1}": "callbacks.early_stopping: nothing reads it with eval_",
     "callbacks.textgen.top_k=3 callbacks.textgen.generation_config.top_k=5": "top_k: generation_config says it too, ",
+    "callbacks.textgen.typical_p=0.3 callbacks.textgen.generation_config.typical_p=0.5": "typical_p: generation_conf",
     "eval_strategy=no callbacks.textgen.top_k=5": "callbacks.textgen.top_k: nothing reads it with eval_strategy=no;",
     "auto_find_batch_size=true fuse_optim_with_backward=true max_grad_norm=null": "which excludes fuse_optim_with_bac",
     "auto_find_batch_size=true trainer=ddp nnodes=2 rdzv_endpoint=a:1": "starts the ranks of one node again, got",

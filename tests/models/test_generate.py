@@ -148,8 +148,10 @@ DRAWS: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 3},
     "top_p": {"top_p": 0.6},
     "min_p": {"min_p": 0.3},
+    "typical_p": {"typical_p": 0.4},
     "all": {
-        "temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "min_new_tokens": 4, "no_repeat_ngram_size": 2,
+        "temperature": 1.5, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.8, "min_new_tokens": 4,
+        "no_repeat_ngram_size": 2,
     },
 }  # fmt: skip
 

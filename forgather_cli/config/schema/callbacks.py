@@ -161,6 +161,9 @@ class TextgenSettings(Settings):
     temperature: Annotated[PositiveFloat, _once("temperature")] = 0.7
     repetition_penalty: Annotated[PositiveFloat, _once("repetition_penalty")] = 1.15
     max_new_tokens: Annotated[PositiveInt, _once("max_new_tokens")] = 200
+    typical_p: Annotated[float, Gt(0), Le(1), _once("typical_p")] = 1.0
+    eos_token_id: Annotated[Count | list[Count] | None, _once("eos_token_id")] = None  # null: the tokenizer's
+    pad_token_id: Annotated[Count | None, _once("pad_token_id")] = None  # null: the tokenizer's
     generation_config: GenerationConfig | None = None  # these and the other settings of Sampling
     generation_steps: PositiveInt | None = None  # null: at each evaluation
 
@@ -174,9 +177,8 @@ class TextgenSettings(Settings):
 
     def sampling(self) -> Sampling:
         """How texts are written. What is not said has the default of ``Sampling``."""
-        own = ("do_sample", "top_k", "temperature", "repetition_penalty", "max_new_tokens")
         given = {} if self.generation_config is None else vars(self.generation_config)
-        flat = {name: getattr(self, name) for name in own}
+        flat = {name: value for name, value in vars(self).items() if hasattr(Sampling, name)}
         return Sampling(**flat | {name: value for name, value in given.items() if value is not None})
 
     def texts(self) -> list[str]:
