@@ -68,6 +68,8 @@ class Client:
         Raises ConfigError for what is no address.
         """
         self.address, self._token, self._setting = address, token, setting
+        self.headers: dict[str, str] = {}
+        """Of all requests, besides those of the wire."""
         self.bucket = bucket or TokenBucket(None)
         scheme, _, place = address.rpartition("://")
         host, _, port = place.strip("/").rpartition(":")
@@ -81,7 +83,9 @@ class Client:
 
     def copy(self) -> Client:
         """Another connection to the same server, which shares the limit on bytes per second."""
-        return Client(self.address, self._token, self.bucket, setting=self._setting, tls=self._tls)
+        made = Client(self.address, self._token, self.bucket, setting=self._setting, tls=self._tls)
+        made.headers = self.headers
+        return made
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """POST a document, or GET without one; what is answered. Raises Away, Fenced, ConfigError, and TrainingError
@@ -136,7 +140,7 @@ class Client:
         self, method: str, path: str, body: bytes | Iterator[bytes], size: int | None = None, *, missing: bool = False
     ) -> Iterator[http.client.HTTPResponse]:
         size = len(body) if isinstance(body, bytes) else size
-        headers = {"Authorization": f"Bearer {self._token}", VERSION_HEADER: str(WIRE_VERSION)}
+        headers = {"Authorization": f"Bearer {self._token}", VERSION_HEADER: str(WIRE_VERSION), **self.headers}
         headers |= {"Content-Length": str(size), "Content-Type": "application/octet-stream"} if size else {}
         try:
             if time.monotonic() - self._used > _IDLE:

@@ -33,6 +33,7 @@ from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.data.order import Order
 from forgather_cli.diloco.ledger import Closed, Line, unusable, versions
 from forgather_cli.diloco.outer_step import OuterStep, Published, square_of_all
+from forgather_cli.diloco.rounds import LARGEST
 from forgather_cli.diloco.samples import Range, total
 from forgather_cli.diloco.submissions import Submissions
 from forgather_cli.errors import CheckpointError, SetupError, TrainingError
@@ -83,8 +84,6 @@ class GlobalModel:
         initial, count = self.outer.squares(self.master, self.master) or {}, sum(map(torch.numel, self.master.values()))
         self._usual = max(math.sqrt(sum(initial.values())), 0.02 * math.sqrt(count))
         """A norm that weights may well have, also those that begin at zero."""
-        self._most_times = max(100.0, settings.max_change)
-        """So many times that is too large for a change that has counted."""
         self.published = Published(run.weights)
         self.submissions = Submissions(run.submissions, self.shapes, settings.compression)
         self._checkpointer = Checkpointer(run, args=config)
@@ -179,8 +178,7 @@ class GlobalModel:
         if at is None:
             if spoiled:
                 raise SetupError(
-                    f"no checkpoint is healthy: {told}; restore an older copy of the run, or begin a new one; where "
-                    "such values are right, raise diloco.max_change"
+                    f"no checkpoint is healthy: {told}; restore an older copy of the run, or begin a new one"
                 )
             return None, ledger
         steps = {path: step_of(Path(path.name.partition(_ASIDE)[0])) for path in self.run.checkpoints.glob("step-*")}
@@ -211,13 +209,13 @@ class GlobalModel:
         """
         state = {"weights": self.master, "momentum": self.outer.momentum, "delayed changes": self.outer.delayed}
         for what, held in state.items():  # ten of the largest changes may make so much
-            if not (norm := math.sqrt(sum(map(square_of_all, held.values())))) <= 10 * self._most_times * self._usual:
+            if not (norm := math.sqrt(sum(map(square_of_all, held.values())))) <= 10 * LARGEST * self._usual:
                 return f"{what} of the norm {norm:.3g}"
         return next(filter(None, map(self._too_large, lines)), "")
 
     def _too_large(self, line: Line) -> str:
         """Which change that a line has counted is too large; empty if none is."""
-        most = self._most_times * max(self._usual, math.sqrt(sum(self._squares.values())))
+        most = LARGEST * max(self._usual, math.sqrt(sum(self._squares.values())))
         for sent, weight in line.closed.submissions if line.closed else ():
             if not (norm := math.hypot(*sent.norms) * weight) <= most:
                 return f"round {sent.round} has counted a change of {sent.worker} of the norm {norm:.3g}"

@@ -58,6 +58,8 @@ class DilocoWorker:
         self._joined = False
         self._has_left = False
         """The server has its last submission."""
+        self._is_bounded = False
+        """The log says that the server bounds this worker's influence."""
         # of the server, the same for all workers
         self._is_async = False
         self._overlap, self._alpha = 0, 0.0
@@ -224,9 +226,9 @@ class DilocoWorker:
         document = {
             "worker": worker,
             "secret": secret,
-            "host": socket.gethostname(),
+            "host": socket.gethostname()[: wire.MAX_TEXT],
             "pid": os.getpid(),
-            "run": str(run.run_dir.root),
+            "run": str(run.run_dir.root)[-wire.MAX_TEXT :],
             "model": wire.model_hash(parts.shapes),
             "num_tensors": len(parts.shapes),
             "data": f"{description.get('fingerprint')}, seed {run.seed}",
@@ -243,6 +245,7 @@ class DilocoWorker:
             return False
         is_first, told = not self._exchange.names, answer["settings"]
         self._generation = answer["generation"]
+        self._link.client.headers = {wire.GENERATION_HEADER: str(self._generation)}
         self._is_async, self._overlap, self._alpha = told["mode"] == "async", told["overlap"], told["alpha"]
         self._exchange.agree(told)
         self._round_steps = told["sync_every"] // told["num_fragments"]
@@ -273,6 +276,9 @@ class DilocoWorker:
             return False
         if self._pending is not None and self._counts is None:
             self._settle(*(opened["answer"] or (wire.LATE, "")))
+        if (bounded := opened.get("bounded")) and not self._is_bounded:
+            self._is_bounded = True
+            log.warning("the DiLoCo server says: %s", bounded)
         if self._brought is None and not self._link.on_all_ranks(
             lambda: fresh.update(self._fetch(self._link.client, opened))
         ):
