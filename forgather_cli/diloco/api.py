@@ -385,42 +385,21 @@ def status(service: Service) -> dict[str, Any]:
     """What ``forgather diloco status`` shows."""
     rounds, now, line = service.rounds, service.now(), service.rounds.line
     state = "stopping" if service.over or service.wants_stop else "computing" if rounds.closing else "training"
+    facts = {key: getattr(service.settings, key) for key in ("sync_every", "compression", "max_rounds")}
+    shown = ("host", "pid", "run", "step", "tokens_per_second", "sent", "received", "bounded")
+    workers = [
+        {"worker": name, "slot": rounds.slots.get(name), "state": _worker_state(rounds, worker),
+         **{key: getattr(worker, key) for key in shown}, "silent": now - worker.heard}
+        for name, worker in sorted(rounds.registry.workers.items())
+    ]  # fmt: skip
     return {
-        "state": state if line is not None or service.over else "waiting",
-        "run": str(service.run.root),
-        "round": None if line is None else line.round,
-        "hash": None if line is None else line.hash,
-        "round_seconds": now - rounds.opened,
-        "waits_for": rounds.waited_for(),
-        "why": rounds.why_waiting(),
-        "workers_expected": service.settings.workers,
-        "sync_every": service.settings.sync_every,
-        "compression": service.settings.compression,
-        "max_rounds": service.settings.max_rounds,
-        "tokens": rounds.tokens,
-        "outer_grad_norm": service.norm,
-        "checkpoint": service.model.saved if service.model.saved >= 0 else None,
-        "received": service.received,
-        "sent": service.sent,
-        "seconds": now - service.started,
-        "workers": [
-            {
-                "worker": worker.name,
-                "slot": rounds.slots.get(worker.name),
-                "state": _worker_state(rounds, worker),
-                "host": worker.host,
-                "pid": worker.pid,
-                "run": worker.run,
-                "step": worker.step,
-                "tokens_per_second": worker.tokens_per_second,
-                "sent": worker.sent,
-                "received": worker.received,
-                "silent": now - worker.heard,
-                "bounded": worker.bounded,
-            }
-            for _, worker in sorted(rounds.registry.workers.items())
-        ],
-    }
+        "state": state if line is not None or service.over else "waiting", "run": str(service.run.root),
+        "round": line and line.round, "hash": line and line.hash, "round_seconds": now - rounds.opened,
+        "waits_for": rounds.waited_for(), "why": rounds.why_waiting(), "workers_expected": service.settings.workers,
+        **facts, "tokens": rounds.tokens, "outer_grad_norm": service.norm,
+        "checkpoint": service.model.saved if service.model.saved >= 0 else None, "received": service.received,
+        "sent": service.sent, "seconds": now - service.started, "workers": workers,
+    }  # fmt: skip
 
 
 def _worker_state(rounds: Rounds, worker: Worker) -> str:

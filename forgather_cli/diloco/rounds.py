@@ -448,7 +448,7 @@ class Rounds:
             counted = sorted(self._arrived[sent.slot] for sent in settled if not sent.rejected)
             quorum = math.inf if settings.quorum is None else settings.quorum
             enough = len(counted) >= quorum and now - counted[int(quorum) - 1] >= settings.grace
-            limit, half = settings.round_timeout, (len(line.members) + 1) // 2
+            limit, half = settings.round_timeout, max(1, (len(line.members) + 1) // 2)
             if limit == "auto":  # of what came before the server's start nobody knows how long it took
                 took = sorted(at - self.opened for slot in self.sent if (at := self._arrived[slot]) > self.opened)
                 limit = max(600.0, 10 * took[half - 1]) if len(took) >= half else _UNHEARD

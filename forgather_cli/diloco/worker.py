@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _POLL = 1.0  # seconds that the server may take to answer that there is nothing new, between two looks at signals
 _LOOK = 0.05  # seconds between two looks at what other threads, ranks and files do
+_STANDS = ("round", "hash", "slot", "given", "targets", "pending")
+_TRAINED = ("local_step", "sync_every", "total_sync_time")
 SLOT_SEEDS = 1 << 20
 """Ranks apart are the seeds of two workers' dropout."""
 
@@ -224,22 +226,13 @@ class DilocoWorker:
         run, settings, parts = self._run, self._settings, self._exchange.parts
         (worker, secret), description = self._link.identity() if run.world.rank == 0 else ("", ""), run.data_description
         document = {
-            "worker": worker,
-            "secret": secret,
-            "host": socket.gethostname()[: wire.MAX_TEXT],
-            "pid": os.getpid(),
-            "run": str(run.run_dir.root)[-wire.MAX_TEXT :],
-            "model": wire.model_hash(parts.shapes),
-            "num_tensors": len(parts.shapes),
-            "data": f"{description.get('fingerprint')}, seed {run.seed}",
-            "tokenizer": description.get("tokenizer"),
-            "batch": run.batch_plan.global_batch,
-            "stated": settings.stated(),
-            "dylu": settings.follows_speed(),
-            "round": self._round,
-            "parent": self._hash or None,
-            "leaves": self._pending is not None and self._pending["leaves"],
-        }
+            "worker": worker, "secret": secret, "host": socket.gethostname()[: wire.MAX_TEXT], "pid": os.getpid(),
+            "run": str(run.run_dir.root)[-wire.MAX_TEXT :], "model": wire.model_hash(parts.shapes),
+            "num_tensors": len(parts.shapes), "data": f"{description.get('fingerprint')}, seed {run.seed}",
+            "tokenizer": description.get("tokenizer"), "batch": run.batch_plan.global_batch,
+            "stated": settings.stated(), "dylu": settings.follows_speed(), "round": self._round,
+            "parent": self._hash or None, "leaves": self._pending is not None and self._pending["leaves"],
+        }  # fmt: skip
         answer = self._link.call("/register", document)
         if answer is None:
             return False
@@ -259,13 +252,8 @@ class DilocoWorker:
         return True
 
     def _report(self) -> dict[str, Any]:
-        return {
-            "generation": self._generation,
-            "step": self._run.state.global_step,
-            "tokens_per_second": self._tokens_per_second,
-            "sent": self._link.sent,
-            "received": self._link.received,
-        }
+        return {"generation": self._generation, "step": self._run.state.global_step, "sent": self._link.sent,
+                "tokens_per_second": self._tokens_per_second, "received": self._link.received}  # fmt: skip
 
     def _enter(self, after: int) -> bool:
         """Wait for a round behind ``after`` and take its weights and samples; in the middle of that very round go on in
@@ -370,13 +358,9 @@ class DilocoWorker:
     def _manifest(self) -> dict[str, Any]:
         pending = self._pending
         assert pending is not None
-        return {
-            "round": self._round,
-            "hash": self._hash,
-            "parts": [digest for _, digest in pending["files"]],
-            **{key: pending[key] for key in ("targets", "ranges", "speed", "leaves")},
-            **self._report(),
-        }
+        told = {key: pending[key] for key in ("targets", "ranges", "speed", "leaves")}
+        parts = [digest for _, digest in pending["files"]]
+        return {"round": self._round, "hash": self._hash, "parts": parts, **told, **self._report()}
 
     def _submit(self) -> bool:
         """Send the pending submission. False if training ends instead."""
@@ -467,44 +451,28 @@ class DilocoWorker:
 
     def state_dict(self) -> dict[str, Any]:
         """Of each rank. The round's first weights are not there: the server has them."""
-        return {
-            "round": self._round,
-            "hash": self._hash,
-            "slot": self._slot,
-            "given": self._given,
-            "targets": self._targets,
-            "pending": self._pending,
-            "local_step": self.local_step,
-            "sync_every": self.sync_every,
-            "counts": [self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments],
-            "total_sync_time": self.total_sync_time,
-            **self._exchange.state_dict(),
-        }
+        counts = [self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments]
+        stands = {name: getattr(self, f"_{name}") for name in _STANDS}
+        return {**stands, **{name: getattr(self, name) for name in _TRAINED}, "counts": counts,
+                **self._exchange.state_dict()}  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._joined, self._flight, self._brought = False, None, None
         self._exchange.load_state_dict(state)
-        for name in ("round", "hash", "slot", "given", "targets", "pending"):
+        for name in _STANDS:
             setattr(self, f"_{name}", state[name])
         self._counts = None if self._pending else True
-        for name in ("local_step", "sync_every", "total_sync_time"):
+        for name in _TRAINED:
             setattr(self, name, state[name])
         self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments = state["counts"]
 
     def facts(self) -> dict[str, float]:
         """How the exchanges go, for logs: counts, seconds, bytes of all ranks; the norm is of the last round."""
-        found = {
-            "sync_count": self.sync_count,
-            "local_step": self.local_step,
-            "sync_every": self.sync_every,
-            "sync_retries": self._link.retries,
-            "reconnections": self.reconnections,
-            "dylu_adjustments": self.dylu_adjustments,
-            "staleness": self.staleness,
-            "total_sync_time": self.total_sync_time,
+        own = ("sync_count", "local_step", "sync_every", "reconnections", "dylu_adjustments", "staleness",
+               "total_sync_time")  # fmt: skip
+        found = {name: getattr(self, name) for name in own} | {
+            "sync_retries": self._link.retries, "bytes_sent": self._link.sent, "bytes_received": self._link.received,
             "sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
-            "bytes_sent": self._link.sent,
-            "bytes_received": self._link.received,
             "norm": self.pseudo_gradient_norm,
-        }
+        }  # fmt: skip
         return {f"diloco/{name}": value for name, value in found.items() if not math.isnan(value)}
