@@ -138,11 +138,8 @@ class Api:
             if not self.knows(scope["headers"]):
                 raise WireError(401, "the token is missing or wrong: set DILOCO_TOKEN or token_file to the server's")
             if (version := headers.get(wire.VERSION_HEADER.lower())) != str(wire.WIRE_VERSION):
-                raise WireError(
-                    426,
-                    f"the wire's version is {wire.WIRE_VERSION} here, {version} there; install the same forgather on "
-                    "both",
-                )
+                what = f"the wire's version is {wire.WIRE_VERSION} here, {version} there"
+                raise WireError(426, f"{what}; install the same forgather on both")
             await self._route(request)
         except Gone:
             return
@@ -151,9 +148,8 @@ class Api:
             more = {"www_authenticate": 'Bearer realm="forgather"'} if error.status == 401 else {}
             await request.answer(error.status, document, connection="close", **more)
         except OSError as error:
-            await request.answer(
-                507, {"error": f"the server's disk: {error.strerror}; try again later"}, connection="close"
-            )
+            told = {"error": f"the server's disk: {error.strerror}; try again later"}
+            await request.answer(507, told, connection="close")
 
     async def _route(self, request: Request) -> None:
         match request.method, request.path:
@@ -359,9 +355,8 @@ class Api:
                         held = b""
                 await asyncio.to_thread(write, held)
                 if digest.hexdigest() != sha256:
-                    raise WireError(
-                        400, f"the body's SHA-256 is {digest.hexdigest()}, not that of its name; send it again"
-                    )
+                    what = f"the body's SHA-256 is {digest.hexdigest()}, not that of its name"
+                    raise WireError(400, f"{what}; send it again")
                 await asyncio.to_thread(os.fsync, file.fileno())
             temporary.replace(path)
             hold(size)

@@ -54,14 +54,9 @@ class Client:
     """Requests to one server. Not for several threads at once; ``copy`` is for another one."""
 
     def __init__(
-        self,
-        address: str,
-        token: str,
-        bucket: TokenBucket | None = None,
-        *,
-        setting: str = "callbacks.diloco.server_addr",
-        tls: ssl.SSLContext | None = None,
-    ) -> None:
+        self, address: str, token: str, bucket: TokenBucket | None = None, *,
+        setting: str = "callbacks.diloco.server_addr", tls: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
         """``address``: HOST:PORT or https://HOST:PORT, given by ``setting``. ``tls``: what to trust in the place of the
         system's certificates.
 
@@ -146,11 +141,9 @@ class Client:
             if time.monotonic() - self._used > _IDLE:
                 self.close()
             if self._connection is None:
-                self._connection = (
-                    http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT)
-                    if self._tls is None
-                    else http.client.HTTPSConnection(self._host, self._port, timeout=_CONNECT, context=self._tls)
-                )
+                kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+                more: Any = {"context": self._tls} if self._tls else {}
+                self._connection = kind(self._host, self._port, timeout=_CONNECT, **more)
             try:
                 self._connection.request(method, path, body, headers)
             except (BrokenPipeError, ConnectionResetError):

@@ -28,7 +28,7 @@ from forgather_cli.config.schema import (
     FP32Settings,
     SingleSettings,
     Target,
-)
+)  # fmt: skip
 from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.data.order import Order
 from forgather_cli.diloco.ledger import Closed, Line, unusable, versions
@@ -291,24 +291,14 @@ class GlobalModel:
         """
         if self.saved == number:
             return
-        fine = self._checkpointer.save(
-            number,
-            model=self._rows(),
-            stem=stem_of(self._run),
-            optimizer=self._optimizer_rows(),
-            components=self._components(number, hash),
-            write_model_files=self._run.write_model_files,
-            info={
-                "strategy": "diloco",
-                "round": number,
-                "config_fingerprint": fingerprint_of([identity_of(self._run), hash]),
-            },
-            metrics=metrics,
-        )
-        if not fine:
-            return  # logged as an error; the one before stands, and the submissions since then
-        self.saved = number
-        self.submissions.clean(oldest, opened, keep=self.settings.keep_submissions)
+        fingerprint = fingerprint_of([identity_of(self._run), hash])
+        if self._checkpointer.save(
+            number, model=self._rows(), stem=stem_of(self._run), optimizer=self._optimizer_rows(),
+            components=self._components(number, hash), write_model_files=self._run.write_model_files, metrics=metrics,
+            info={"strategy": "diloco", "round": number, "config_fingerprint": fingerprint},
+        ):  # fmt: skip
+            self.saved = number  # else it is logged, and the one before stands, and the submissions since then
+            self.submissions.clean(oldest, opened, keep=self.settings.keep_submissions)
 
     def _rows(self) -> dict[str, LocalShard]:
         held = {name: LocalShard(tensor, must_be_finite=name in self.master) for name, tensor in self._tensors.items()}
@@ -369,18 +359,12 @@ def replay(run: RunDir, settings: DilocoServerSettings, ledger: Sequence[Line]) 
         assert line.closed is not None
         for sent, _ in line.closed.submissions:
             if lacking := [part for part in sent.parts if not submissions.part(part).exists()]:
-                raise SetupError(
-                    f"{run.submissions}: round {line.round - 1} lacks the part {lacking[0]} of {sent.worker}"
-                )
+                what = f"round {line.round - 1} lacks the part {lacking[0]} of {sent.worker}"
+                raise SetupError(f"{run.submissions}: {what}")
         outer.step(master, line.closed, submissions, arrivals)
         arrivals += len(line.closed.submissions)
-    differ = [name for name, tensor in master.items() if not _same_bits(tensor, reader.read(name))]
-    return at, differ + [
-        name + _MOMENTUM
+    made = {name: (tensor, reader.read(name)) for name, tensor in master.items()} | {
+        name + _MOMENTUM: (tensor, reader.read(name + _MOMENTUM, "optimizer"))
         for name, tensor in outer.momentum.items()
-        if not _same_bits(tensor, reader.read(name + _MOMENTUM, "optimizer"))
-    ]
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+    }
+    return at, [name for name, both in made.items() if not torch.equal(*(each.view(torch.int32) for each in both))]

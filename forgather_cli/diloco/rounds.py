@@ -47,16 +47,9 @@ class Rounds:
     """The rounds of one run. ``now`` is always the present time."""
 
     def __init__(
-        self,
-        settings: DilocoServerSettings,
-        *,
-        initial: str,
-        model: str,
-        ledger: Sequence[Line] = (),
-        dropped: Collection[str] = (),
-        registry: Registry | None = None,
-        now: float = 0.0,
-    ) -> None:
+        self, settings: DilocoServerSettings, *, initial: str, model: str, ledger: Sequence[Line] = (),
+        dropped: Collection[str] = (), registry: Registry | None = None, now: float = 0.0,
+    ) -> None:  # fmt: skip
         """``initial``: SHA-256 of the initial weights; ``model``: ``wire.model_hash`` of the trainable parameters;
         ``dropped``: hashes of rounds that the server itself has gone back from.
         """
@@ -78,7 +71,7 @@ class Rounds:
         """Of the weights that the closing round started from."""
         self._norms: dict[tuple[str, int], tuple[float, int]] = {}
         """(worker, fragment) -> norm of the newest change that the worker has offered, and the steps it is of."""
-        self._shares: dict[str, int] = {}
+        self._shares: dict[str, float] = {}
         """Worker -> weight, before it was lowered, of the newest change that it has offered."""
         self.opened = now
         for worker in self.registry.workers.values():
@@ -106,24 +99,10 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------- what workers say
 
     def register(
-        self,
-        name: str,
-        secret: str,
-        *,
-        batch: int,
-        model: str,
-        now: float,
-        data: str | None = None,
-        tokenizer: str | None = None,
-        stated: Mapping[str, Any] | None = None,
-        round: int | None = None,
-        parent: str | None = None,
-        host: str = "",
-        pid: int = 0,
-        run: str = "",
-        leaves: bool = False,
-        dylu: bool = False,
-    ) -> tuple[int, str]:
+        self, name: str, secret: str, *, batch: int, model: str, now: float, data: str | None = None,
+        tokenizer: str | None = None, stated: Mapping[str, Any] | None = None, round: int | None = None,
+        parent: str | None = None, host: str = "", pid: int = 0, run: str = "", leaves: bool = False, dylu: bool = False,
+    ) -> tuple[int, str]:  # fmt: skip
         """A worker joins, or comes back: its new generation, and whether the server knows the round it stands on.
 
         Raises WireError: refused for another model, data, tokenizer, other settings or an unknown round; held where
@@ -155,12 +134,9 @@ class Rounds:
         if before is not None and before.secret not in ("", secret) and not before.is_gone:
             silent, needed = now - before.heard, self.settings.eviction or _SILENCE
             if silent <= needed:
-                raise WireError(
-                    409,
-                    f"{name}: another worker has this id (process {before.pid} on {before.host}, heard of "
-                    f"{silent:.0f} s ago); choose another worker_id, or wait until it is silent for {needed:.0f} s",
-                    wire.HELD,
-                )
+                why = f"{name}: another worker has this id (process {before.pid} on {before.host}, heard of "
+                why += f"{silent:.0f} s ago); choose another worker_id, or wait until it is silent for {needed:.0f} s"
+                raise WireError(409, why, wire.HELD)
         if before is None and len(registry.workers) >= wire.MAX_MEMBERS:
             stand = {member.worker for member in self.line.members} if self.line else set()
             registry.workers = {at: each for at, each in registry.workers.items() if not each.is_gone or at in stand}
@@ -197,12 +173,8 @@ class Rounds:
             if worker.generation == generation and not worker.is_gone:
                 worker.heard = now
                 return worker
-        raise WireError(
-            409,
-            "this registration is no longer valid: a newer one took over, the server has started again, or it gave the "
-            "worker up; register anew",
-            wire.FENCED,
-        )
+        why = "a newer one took over, the server has started again, or it gave the worker up"
+        raise WireError(409, f"this registration is no longer valid: {why}; register anew", wire.FENCED)
 
     def offer(self, worker: Worker, after: int, now: float) -> dict[str, Any] | None:
         """What the worker is to train, as ``/next`` answers it, if that is of a round later than ``after``, and time
@@ -302,9 +274,7 @@ class Rounds:
         round that is not this run's.
         """
         if hash != (known := self.lines[round].hash):
-            self._refuse(
-                f"round {round}: {worker.name} stands on {hash[:12]}, the server's is {known[:12]}; begin anew"
-            )
+            self._refuse(f"round {round}: {worker.name} stands on {hash[:12]}, not {known[:12]} as here; begin anew")
         used = [(start, stop) for start, stop in ranges if stop > start]
         member = self.lines[-1].member(worker.name)
         merged, given = merge(used), () if member is None else member.ranges
@@ -340,7 +310,7 @@ class Rounds:
         capped, lowered = list(map(float, shares)), list(map(float, shares))
         if limit is not None and counted:
             large = [max(weights, 0.02 * math.sqrt(count)) for weights, count in self._sizes]  # weights may begin at 0
-            # who has sent nothing yet is taken for a member whose change is as large as the weights
+            # of who has sent nothing yet no more is expected than of the least, and than the weights
             theirs = {member.worker: self._shares.get(member.worker, min(shares)) for member in line.members}
             theirs |= {sent.worker: share for sent, share in zip(counted, shares, strict=True)}
             is_bounded = self._is_bounded(len(theirs))
@@ -349,9 +319,9 @@ class Rounds:
             @cache
             def most(fragment: int, steps: int) -> float:
                 """How large a change of so many steps, times its weight, may be."""
-                products = []
+                products, known = [], [self._norms.get((name, fragment), (large[fragment], 0))[0] for name in theirs]
                 for name, share in theirs.items():
-                    norm, own = self._norms.get((name, fragment), (large[fragment], steps))
+                    norm, own = self._norms.get((name, fragment), (min(known), steps))
                     ratio = steps / own  # many steps go one way, or wander
                     products.append(min(share, cap) * norm * (ratio if ratio > 1 else math.sqrt(ratio)))
                 return limit * _median(products)
@@ -371,15 +341,16 @@ class Rounds:
                         "of the members'; raise that, or set null where all members are trusted"
                     )
         # the least as it was too: one alone is not made as heavy again as it was
-        total = max(sum(lowered), min(capped, default=0.0)) or 1.0
+        total = max(sum(lowered), min(shares if self._is_async else capped, default=0.0)) or 1.0
         return [float32(each / total) for each in lowered]
 
-    def _share(self, sent: Submission) -> int:
+    def _share(self, sent: Submission) -> float:
         """The weight of a change before it is divided by the sum of all. That of a fragment is of all that was trained
-        since its last exchange; in async mode each weighs the same.
+        since its last exchange; in async mode each weighs the same, and what is compared is how fast one may come.
         """
         if self._is_async:
-            return min(sent.targets, 1)
+            speed, usual = self.registry.workers[sent.worker].speed or 1.0, self._usual_speed()
+            return 0.0 if not sent.targets else min(speed, _RATE * usual) if usual else speed
         if self.settings.weighting == "equal":
             return 1
         recent = self.lines[max(1, sent.round + 2 - self.settings.num_fragments) : sent.round + 1]
@@ -442,7 +413,10 @@ class Rounds:
             return None
         if self._is_async:  # the first that has come, while the other members go on
             settled = list(self.sent.values())[:1]
-            is_due = bool(settled) or any(line.member(worker.name) is None for worker in self.live())
+            there = [each.worker for each in line.members if not self.registry.workers[each.worker].is_gone]
+            few = 2 * sum((name, 0) in self._norms for name in there) <= len(there)  # to compare the first ones with
+            waits = few and self._is_bounded(len(there)) and now - self.opened < _UNHEARD
+            is_due = bool(settled and not waits) or any(line.member(worker.name) is None for worker in self.live())
         else:
             settled = [sent for _, sent in sorted(self.sent.items())]
             counted = sorted(self._arrived[sent.slot] for sent in settled if not sent.rejected)

@@ -135,16 +135,13 @@ class Server:
             for name, why in closing.rejected:
                 log.warning("round %d: the submission of %s is rejected: %s", rounds.lines[-1].round, name, why)
             self._service.noted += wire.MAX_MEMBERS * bool(closing.rejected)  # perhaps too often, and it is given up
-        line, seconds = (
-            rounds.opening(datetime.now(UTC).isoformat(timespec="milliseconds")),
-            clock() - rounds.opened,
-        )
+        line = rounds.opening(datetime.now(UTC).isoformat(timespec="milliseconds"))
+        seconds = clock() - rounds.opened
         try:
             write_line(self._run.rounds, line)
         except OSError as error:
-            raise TrainingError(
-                f"{self._run.rounds}: cannot be written: {error.strerror}; make room, then resume"
-            ) from error
+            what = f"{self._run.rounds}: cannot be written: {error.strerror}"
+            raise TrainingError(f"{what}; make room, then resume") from error
         rounds.append(line, clock())
         stand = {member.worker: member.round for member in line.members}
         for member in rounds.lines[-2].members if closing else ():

@@ -14,16 +14,12 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import itertools
-import json
 import math
 import random
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +33,7 @@ from forgather_cli.config.schema import DilocoServerSettings, OuterSettings
 from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.outer_step import OuterStep
 from forgather_cli.diloco.rounds import Rounds
-from forgather_cli.diloco.samples import Range, total
+from forgather_cli.diloco.samples import total
 from forgather_cli.diloco.submissions import square_of
 from forgather_cli.diloco.wire import MAX_BATCH, WireError
 from forgather_cli.run_dir import RunDir
@@ -188,8 +184,8 @@ def _creeps(told: Told) -> Weights:
 
 
 def _swings(told: Told) -> Weights:
-    """Tiny and huge ones in turn."""
-    return scaled(told, told.honest, 1e-9 if told.round % 2 == 0 else -1e4)
+    """Huge ones and tiny ones in turn, the first at once."""
+    return scaled(told, told.honest, -1e4 if told.round % 2 == 0 else 1e-9)
 
 
 def _one_tensor(told: Told) -> Weights:
@@ -283,7 +279,9 @@ class Simulation:
                 batches = [wanted, 64 * BATCH]
             for batch in batches:
                 try:
-                    dylu = self.is_async and (self.mode == "dylu" or name in self.liars and self.more.get("dylu", False))
+                    dylu = self.is_async and (
+                        self.mode == "dylu" or (name in self.liars and self.more.get("dylu", False))
+                    )
                     self.rounds.register(name, name, batch=batch, model="m", now=0.0, dylu=dylu)
                     member.batch = batch
                     break
@@ -313,12 +311,16 @@ class Simulation:
             shares = [rounds._share(sent) for sent, _ in closed.submissions]
             for (sent, weight), share in zip(closed.submissions, shares, strict=True):
                 self._sent[sent.worker] = self._sent.get(sent.worker, 0) + 1
-                full = share / max(sum(shares), 1)
+                full = share / (sum(shares) or 1)
                 self.result.lowered.append((sent.worker, self._sent[sent.worker], weight / full if full else 1.0))
                 if sent.worker not in self.liars:
                     for fragment, norm in zip(rounds.fragments_of(sent.round, leaves=False), sent.norms, strict=True):
                         self._norm[fragment] = norm
-            self.parts.changes = {k: v for k, v in self.parts.changes.items() if k not in {p for s, _ in closed.submissions for p in s.parts}}
+            self.parts.changes = {
+                k: v
+                for k, v in self.parts.changes.items()
+                if k not in {p for s, _ in closed.submissions for p in s.parts}
+            }
         rounds.append(rounds.opening("t"), now)
         return True
 
@@ -361,15 +363,15 @@ class Simulation:
         after = dict.fromkeys(self.members, -1)
         queue = [(0.0, name, "asks") for name in self.members]
         offers: dict[str, dict[str, Any]] = {}
-        ends = {round: round * STEPS for round in (3, 5, ROUNDS)}  # seconds, in async mode
+        ends = {round: round * STEPS / 0.8 for round in (3, 5, ROUNDS)}  # seconds, as long as c takes in async mode
         now = 0.0
         while queue:
             now, name, what = heapq.heappop(queue)
             if self.is_async:
-                for round, end in ends.items():
-                    if end + 1e-6 < now and round not in self.result.losses:
-                        self.result.losses[round] = self.world.evaluate(self.master)
-                if now > ends[ROUNDS] + 1e-3:
+                for round in [round for round, end in ends.items() if end + 1e-6 < now]:
+                    self.result.losses[round] = self.world.evaluate(self.master)
+                    del ends[round]
+                if not ends:
                     break
             member = self.members[name]
             if what == "asks":
@@ -377,7 +379,11 @@ class Simulation:
                 offer = self.rounds.offer(worker, after[name], now)
                 if offer is None:
                     if self.is_async:
-                        wait = max(min(self.rounds.begins(worker), now + 0.5) - now, 0.05) if math.isfinite(self.rounds.begins(worker)) else 0.05
+                        wait = (
+                            max(min(self.rounds.begins(worker), now + 0.5) - now, 0.05)
+                            if math.isfinite(self.rounds.begins(worker))
+                            else 0.05
+                        )
                         heapq.heappush(queue, (now + wait, name, "asks"))
                     continue
                 offers[name] = offer
@@ -414,7 +420,9 @@ class Simulation:
         return self.result
 
 
-def table(world: World, modes: Sequence[str], lies: Sequence[str], kinds: Sequence[str], say: Callable[[str], None]) -> list[str]:
+def table(
+    world: World, modes: Sequence[str], lies: Sequence[str], kinds: Sequence[str], say: Callable[[str], None]
+) -> list[str]:
     """Run all; returns what went further than it may."""
     failed = []
     for mode in modes:
@@ -428,7 +436,7 @@ def table(world: World, modes: Sequence[str], lies: Sequence[str], kinds: Sequen
                 apart = [found.get(r, math.nan) - honest[r] for r in (3, 5, 8)]
                 bad = kind != "control" and not all(each < NEAR for each in apart)
                 say(f"{mode:10} {lie:10} {kind:8}" + "  ".join(f"{each:+7.3f}" for each in apart)
-                    + (f"  FAILED" if bad else "") + f"  ({time.monotonic() - began:.0f} s)")  # fmt: skip
+                    + ("  FAILED" if bad else "") + f"  ({time.monotonic() - began:.0f} s)")  # fmt: skip
                 if bad:
                     failed.append(f"{mode}, {lie}, {kind}")
     return failed

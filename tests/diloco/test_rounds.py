@@ -137,8 +137,8 @@ def test_weights_are_by_targets_in_slot_order_whoever_comes_first() -> None:
 def test_who_is_about_to_send_its_last_is_not_called_evicted() -> None:
     made = opened("abc", mode="async")
     made.registry.workers["b"].last_round = 0  # which it says before its parts have come
-    for name in "ac":
-        send(made, name)
+    send(made, "a"), send(made, "c")
+    for _ in range(2):
         line = step(made, 1.0)
         assert (line.closed.evicted, line.closed.left) == ((), ())
 
@@ -330,14 +330,19 @@ def test_norms_of_others_are_brought_to_the_steps_of_a_change(tmp_path: Path) ->
         return weight
 
     for name in "abc":
-        assert weight(name, 1.0, 1.0) == 1.0
+        made.registry.workers[name].speed = 1.0
+        send(made, name)
+    assert [step(made, 0.0).closed.submissions[0][1] for _ in range(3)] == [1.0] * 3
     assert weight("a", 1.0, 0.25) == 1.0  # its next round has two steps
     assert made.line.member("a").steps == 2
-    assert weight("a", 2.0, 0.25) == pytest.approx(2 * math.sqrt(2 / 8) / 2)
+    # times its speed: twice b's and c's 1.0 x sqrt(2 / 8)
+    assert weight("a", 8.0, 0.25) == pytest.approx(0.5)
     assert weight("b", 1.0, 0.25) == 1.0
-    assert weight("b", 1.0, 1.0) == 1.0  # of two steps like a's
-    assert weight("c", 8.0, 1.0) == 1.0  # of eight: four times as much as b's, twice
-    assert weight("c", 32.0, 1.0) == pytest.approx(2 * 8 / 32)
+    assert made.line.member("b").steps == 4, "of the fastest, which counts for twice the median"
+    assert weight("b", 1.0, 1.0) == 1.0
+    # of eight steps: a's is 0.25 x 8.0 x 8 / 2 (linear), b's 1.0 x 8 / 4
+    assert weight("c", 16.0, 1.0) == 1.0
+    assert weight("c", 32.0, 1.0) == pytest.approx(0.5)
 
 
 def test_whom_it_bounds_is_said() -> None:
@@ -360,7 +365,8 @@ def test_in_async_mode_nobody_begins_rounds_much_faster_than_the_median(tmp_path
         member = made.line.member(name)
         told = (member.slot, name, member.round, (f"{name}{member.round}",), 10, member.ranges)
         made.arrived(Submission(*told, norms=(1.0,)), now)
-        assert step(made, now)
+        while step(made, now):
+            pass
 
     def next_at(name: str, now: float) -> bool:
         return made.offer(made.registry.workers[name], made.registry.workers[name].stood, now) is not None
@@ -369,6 +375,7 @@ def test_in_async_mode_nobody_begins_rounds_much_faster_than_the_median(tmp_path
         assert made.offer(made.registry.workers[name], -1, 100.0)
     sends("c", 100.5)
     assert not next_at("c", 104.0), "before half of them have sent nobody knows"
+    assert len(made.lines) == 1, "nor how large a change is"
     sends("a", 110.0)
     assert made.registry.workers["a"].speed == 1.0
     assert next_at("c", 110.0)
@@ -387,6 +394,10 @@ def test_in_async_mode_nobody_begins_rounds_much_faster_than_the_median(tmp_path
     join(made, "c", 114.9)
     assert not next_at("c", 114.9)
     assert next_at("c", 115.0)
+    alone = opened("abc", mode="async")
+    send(alone, "c", norms=(140.0,))
+    assert step(alone, 3599.0) is None
+    assert step(alone, 3600.0).closed.submissions[0][1] == pytest.approx(2 * 7 / 140)
     for settings, names in (({"max_share": None}, "abc"), ({}, "ab")):
         made = opened(names, mode="async", sync_every=10, **settings)
         assert made.offer(made.registry.workers["a"], -1, 0.0)

@@ -313,7 +313,9 @@ def test_control_wants_a_token_of_its_own(served: Served, monkeypatch: pytest.Mo
 
     monkeypatch.delenv("DILOCO_CONTROL_TOKEN", raising=False)
     assert "DILOCO_CONTROL_TOKEN, or give --control-token-file" in str(saved().exception)
-    assert "a member's token gives no control" in str(saved("--control-token-file", str(served.run.diloco_token)).exception)
+    assert "a member's token gives no control" in str(
+        saved("--control-token-file", str(served.run.diloco_token)).exception
+    )
     assert saved("--control-token-file", str(file)).exit_code == 0 or served.client.status()["round"] is None
     monkeypatch.setenv("DILOCO_CONTROL_TOKEN", token)
     assert "control" not in str(saved().exception)
