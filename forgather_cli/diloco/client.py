@@ -160,10 +160,9 @@ class Client:
             self._used = time.monotonic()
         except ssl.SSLCertVerificationError as error:
             self.close()
-            raise ConfigError(
-                f"{self._setting}: {self.address} has no certificate to trust ({error.verify_message}); name the file "
-                "of its own by callbacks.diloco.ca_file, or by SSL_CERT_FILE for a command"
-            ) from error
+            what = f"{self._setting}: {self.address} has no certificate to trust ({error.verify_message})"
+            remedy = "name the file of its own by callbacks.diloco.ca_file, or by SSL_CERT_FILE for a command"
+            raise ConfigError(f"{what}; {remedy}") from error
         except (OSError, http.client.HTTPException) as error:
             self.close()
             why = f"{error or type(error).__name__}"

@@ -126,9 +126,8 @@ class GlobalModel:
         at, ledger = self._restore_newest(ledger, looks=starts)
         if at is None:
             if len(ledger) > 1:
-                raise SetupError(
-                    f"{self.run.checkpoints}: no checkpoint is whole, so round {ledger[-1].round} cannot be made again"
-                )
+                what = f"no checkpoint is whole, so round {ledger[-1].round} cannot be made again"
+                raise SetupError(f"{self.run.checkpoints}: {what}")
             if isinstance(begins_at, str):
                 load_model(named(Path(begins_at), self._config.verify_checkpoint), self._tensors)
             self._checkpointer.trial(self._components(0, ""), rows=self._rows(), num_bytes=sum(
@@ -177,9 +176,8 @@ class GlobalModel:
         told = "; ".join(f"{shown(path)}: {why}" for path, why in spoiled.items())
         if at is None:
             if spoiled:
-                raise SetupError(
-                    f"no checkpoint is healthy: {told}; restore an older copy of the run, or begin a new one"
-                )
+                remedy = "restore an older copy of the run, or begin a new one"
+                raise SetupError(f"no checkpoint is healthy: {told}; {remedy}")
             return None, ledger
         steps = {path: step_of(Path(path.name.partition(_ASIDE)[0])) for path in self.run.checkpoints.glob("step-*")}
         newer = {path: step for path, step in steps.items() if step is not None and step > at}
@@ -330,10 +328,7 @@ def _bounded(line: Line, most: Callable[[Sequence[Range], int], int]) -> Line:
     """The line with at most as many targets for a submission as its samples can have."""
     if line.closed is None:
         return line
-    sent = [
-        (replace(sent, targets=min(sent.targets, most(sent.ranges, sent.targets))), w)
-        for sent, w in line.closed.submissions
-    ]
+    sent = ((replace(s, targets=min(s.targets, most(s.ranges, s.targets))), w) for s, w in line.closed.submissions)
     return replace(line, closed=replace(line.closed, submissions=tuple(sent)))
 
 
@@ -343,9 +338,8 @@ def replay(run: RunDir, settings: DilocoServerSettings, ledger: Sequence[Line]) 
     """
     first = run.weights / Published(run.weights).weights(0).name
     if not settings.keep_submissions or not first.exists():
-        raise SetupError(
-            f"{run.root}: cannot be replayed: its submissions were not kept; serve with keep_submissions=true"
-        )
+        what = "cannot be replayed: its submissions were not kept; serve with keep_submissions=true"
+        raise SetupError(f"{run.root}: {what}")
     reader = newest_valid(run)
     if reader is None:
         raise SetupError(f"{run.root}: has no checkpoint to compare with; wait for the first one")

@@ -101,7 +101,8 @@ class Rounds:
     def register(
         self, name: str, secret: str, *, batch: int, model: str, now: float, data: str | None = None,
         tokenizer: str | None = None, stated: Mapping[str, Any] | None = None, round: int | None = None,
-        parent: str | None = None, host: str = "", pid: int = 0, run: str = "", leaves: bool = False, dylu: bool = False,
+        parent: str | None = None, host: str = "", pid: int = 0, run: str = "", leaves: bool = False,
+        dylu: bool = False,
     ) -> tuple[int, str]:  # fmt: skip
         """A worker joins, or comes back: its new generation, and whether the server knows the round it stands on.
 

@@ -85,9 +85,8 @@ def listening(settings: DilocoServerSettings) -> Iterator[socket.socket]:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
     except OSError as error:
         where, reason = f"{settings.host}:{settings.port}", os.strerror(error.errno) if error.errno else error
-        raise SetupError(
-            f"diloco.port: {where} cannot be listened on ({reason}); choose another one, or 0 for any"
-        ) from error
+        what = f"diloco.port: {where} cannot be listened on ({reason})"
+        raise SetupError(f"{what}; choose another one, or 0 for any") from error
     with listener:
         yield listener
 

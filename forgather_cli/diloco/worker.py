@@ -111,10 +111,9 @@ class DilocoWorker:
         """
         run = self._run
         if run.train_loader is None or not is_map_style(run.train_loader.dataset):
-            raise SetupError(
-                "callbacks.diloco: needs training data whose samples have numbers, which the server gives out to the "
-                "workers, got a stream; choose data=text or another that is tokenized before training"
-            )
+            what = "needs training data whose samples have numbers, which the server gives out to the workers, got a"
+            remedy = "choose data=text or another that is tokenized before training"
+            raise SetupError(f"callbacks.diloco: {what} stream; {remedy}")
         _ = self._exchange.parts  # collective
         self._meet()
         self._mark = time.monotonic()

@@ -2,12 +2,13 @@
 
     scripts/diloco_campaign --influence                    # all lies, in all modes, with the control
     scripts/diloco_campaign --influence --modes sync --lies nine batch
-    scripts/diloco_campaign --influence --seeds 400        # honest members alone: nobody loses weight
+    scripts/diloco_campaign --influence --honest 12 --seeds 400  # nobody lies: nobody is rejected, nor loses weight
 
-Members are in this process, by a clock of its own: real steps of AdamW on a small model, and the server's own ``Rounds``
-and ``OuterStep``, with nothing between them. Five members, eight rounds of ten steps, outer momentum 0.5. A lie is told by
-one of five, and by two of five with ``max_share=1``; the loss on held-out text after rounds 3, 5 and 8 is compared with
-that of five honest members, and must be within ``NEAR`` of it. With ``max_share=null``, the control, it need not.
+Members are in this process, by a clock of its own: real steps of AdamW on a small model, and the server's own
+``Rounds`` and ``OuterStep``, with nothing between them. Five members, eight rounds of ten steps, outer momentum 0.5. A
+lie is told by one of five, and by two of five with ``max_share=1``; the loss on held-out text after rounds 3, 5 and 8
+is compared with that of five honest members, and must be within ``NEAR`` of it. With ``max_share=null``, the control,
+it need not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +138,6 @@ class Told:
     """Of the liar's own, from 0 on."""
     most: float
     """``max_share``, or 9 without."""
-    memory: dict[str, Any]
-    rng: torch.Generator
 
 
 Lie = Callable[[Told], Weights]
@@ -261,8 +261,7 @@ class Simulation:
         self.liars = set("abcde"[members - liars : members]) if lie else set()
         self.most = max_share or 9.0
         self.last = {name: values.clone() for name, values in world.initial.items()}
-        self.result, self._memory = Run(), {}
-        self._rng = torch.Generator().manual_seed(seed)
+        self.result = Run()
         self._norm = {fragment: 1.0 for fragment in self.names}
         self._sent: dict[str, int] = {}
         given = speeds or SPEEDS.get(mode, (1.0,) * members)
@@ -289,10 +288,8 @@ class Simulation:
                     continue
 
     def _sizes(self) -> list[tuple[float, int]]:
-        return [
-            (math.sqrt(sum(float(self.master[n].square().sum()) for n in names)), sum(self.master[n].numel() for n in names))
-            for names in self.names.values()
-        ]  # fmt: skip
+        found = [[self.master[name] for name in names] for names in self.names.values()]
+        return [(math.sqrt(sum(map(square_of, held))), sum(map(torch.numel, held))) for held in found]
 
     def _step(self, now: float) -> bool:
         """What the server does: close, compute, write, open."""
@@ -344,9 +341,8 @@ class Simulation:
             turn = self._sent.get(member.name, 0)
             if not trains:  # what it would have trained is what the others have
                 honest = {name: self.last[name] for name in names}
-            told = Told(honest, {name: self.last[name] for name in names}, self._norm, {f: self.names[f] for f in fragments},
-                        turn, self.most, self._memory, self._rng)  # fmt: skip
-            change = self.lie(told)
+            last, of = {name: self.last[name] for name in names}, {f: self.names[f] for f in fragments}
+            change = self.lie(Told(honest, last, self._norm, of, turn, self.most))
         norms = tuple(math.sqrt(sum(square_of(change[name]) for name in self.names[f])) for f in fragments)
         part = f"{member.name}{offer['round']}"
         self.parts.changes[part] = change
@@ -442,14 +438,85 @@ def table(
     return failed
 
 
+def honest(
+    world: World, modes: Sequence[str], trials: int, seeds: int, say: Callable[[str], None], rounds: int = ROUNDS
+) -> list[str]:
+    """Members of one recipe, of speeds of their own in async mode: what they do not bear. Then ``seeds`` runs of
+    ``Rounds`` alone, with norms as they were recorded, of members and in an order that are drawn.
+    """
+    failed = []
+    for mode in modes:
+        recorded: list[list[list[Any]]] = []
+        apart, least = [], 1.0
+        for seed in range(trials):
+            rng = random.Random(seed)
+            speeds = [rng.uniform(0.7, 1.3) if mode in SPEEDS else 1.0 for _ in range(5)]
+            more: dict[str, Any] = {"seed": seed, "speeds": speeds, "rounds": rounds}
+            one = Simulation(world, mode, **more).run()
+            other = Simulation(world, mode, max_share=None, **more).run()
+            recorded.append(one.norms)
+            least = min([least, *(factor for _, number, factor in one.lowered if number > 2)])
+            at = max(one.losses.keys() & other.losses.keys(), default=0)
+            apart.append(abs(one.losses[at] - other.losses[at]) if at else math.nan)
+            failed += [f"{mode}, seed {seed}: {one.rejected} rejected"] if one.rejected else []
+        say(f"{mode:10} {trials} trials: at most {max(apart):.3f} nats from max_share=null, least weight {least:.3f}")
+        failed += [f"{mode}: {max(apart):.3f} nats from max_share=null"] if not max(apart) <= 0.02 else []
+        alone = min((_replayed(mode, recorded, seed) for seed in range(seeds)), default=1.0)
+        say(f"{mode:10} {seeds} seeds of Rounds alone: least weight {alone:.3f}")
+        failed += [f"{mode}: a weight of {min(least, alone):.3f}"] if min(least, alone) < 0.9 else []
+    return failed
+
+
+def _replayed(mode: str, recorded: list[list[list[Any]]], seed: int) -> float:
+    """The least share of its weight that a member keeps after its second exchange, where norms come from other runs."""
+    rng = random.Random(1000 + seed)
+    norms: dict[str, Iterator[tuple[float, ...]]] = {}
+    for name, source in zip("abcde", rng.sample("abcde", 5), strict=True):
+        run = rng.choice(recorded)
+        norms[name] = iter([each for who, _, each in run if who == source])
+    is_async, count = mode in SPEEDS, 2 if mode == "fragments" else 1
+    settings = DilocoServerSettings(workers=5, mode="async" if is_async else "sync", sync_every=STEPS,
+                                    num_fragments=count, eviction=None)  # fmt: skip
+    rounds, least, sent = Rounds(settings, initial="i", model="m"), 1.0, dict.fromkeys("abcde", 0)
+    for name in "abcde":
+        rounds.register(name, name, batch=BATCH, model="m", now=0.0)
+    rounds.can_open()
+    rounds.append(rounds.opening("t"), 0.0)
+    now = 0.0
+    for turn in itertools.count():
+        for name in rng.sample("abcde", 5):
+            now += rng.uniform(1.5, 2.5) if is_async else 0.0
+            worker, member = rounds.registry.workers[name], rounds.lines[-1].member(name)
+            own = next(norms[name], None)
+            if own is None or member is None:
+                return least
+            worker.stood, worker.offered = member.round, now - 10.0 * rng.uniform(0.9, 1.1)
+            part, slot = (f"{name}{turn}",), rounds.slots[name]
+            rounds.arrived(Submission(slot, name, member.round, part, 100, member.ranges, norms=own), now)
+            while (closed := rounds.close(now, [(20.0 / count, 142_000 // count)] * count)) is not None:
+                shares = [rounds._share(each) for each, _ in closed.submissions]
+                for (each, weight), share in zip(closed.submissions, shares, strict=True):
+                    sent[each.worker] += 1
+                    if sent[each.worker] > 2 * count:
+                        least = min(least, weight * sum(shares) / share)
+                rounds.append(rounds.opening("t"), now)
+    return least
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
     parser.add_argument("--lies", nargs="+", choices=LIES, default=tuple(LIES))
     parser.add_argument("--kinds", nargs="+", choices=("one", "two", "control"), default=("one", "two", "control"))
+    parser.add_argument("--honest", type=int, metavar="TRIALS", help="nobody lies: so many trials in each mode")
+    parser.add_argument("--seeds", type=int, default=400, help="with --honest: runs of Rounds alone")
     arguments = parser.parse_args(words)
     torch.set_num_threads(1)
-    failed = table(World(), arguments.modes, arguments.lies, arguments.kinds, lambda line: print(line, flush=True))
+    say = partial(print, flush=True)
+    if arguments.honest:
+        failed = honest(World(), arguments.modes, arguments.honest, arguments.seeds, say)
+    else:
+        failed = table(World(), arguments.modes, arguments.lies, arguments.kinds, say)
     print("\n".join(["failed:", *failed]) if failed else "all within bounds")
     return 1 if failed else 0
 

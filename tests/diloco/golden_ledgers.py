@@ -77,9 +77,9 @@ def main() -> None:
             play(workers[0])  # the open round has one
         server.terminate()
         server.wait()
-        keep = ("config.yaml", "origin.yaml", "diloco.yaml", "rounds.jsonl", "workers.json", "submissions", "weights",
-                "checkpoints", "metrics.jsonl")  # fmt: skip
-        shutil.copytree(root, GOLDEN / name, ignore=lambda at, found: set(found) - set(keep) if at == str(root) else [])
+        for path in (run.diloco_token, root / "logs"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.copytree(root, GOLDEN / name)
 
 
 if __name__ == "__main__":

@@ -303,7 +303,8 @@ def test_registrations_with_impossible_numbers(worker: FakeWorker, more: dict[st
 def test_control_wants_a_token_of_its_own(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = served.run.diloco_control_token
     assert file.stat().st_mode & 0o777 == 0o600
-    assert (str(file) in served.said(), (token := file.read_text().strip()) in served.said()) == (True, False)
+    token = file.read_text().strip()
+    assert (str(file) in served.said(), token in served.said()) == (True, False)
     answer = Client(served.client.port, token).ask("POST", "/control", {"command": "rm"})
     assert (answer.status, "stop_now" in answer.json["error"]) == (400, True)
     address = ("--server", f"127.0.0.1:{served.client.port}")

@@ -74,7 +74,7 @@ class DilocoServerSettings(Settings):
                 ("compression_down", "fp32"), ("weighting", "tokens"),
             )  # fmt: skip
             for name, value in fixed:
-                if (given := getattr(self, name)) != value:
+                if (given := getattr(self, name)) not in (value, None):
                     yield f"diloco.{name}: is of diloco.mode=sync, got {given}; leave it out in async mode"
             if self.outer.momentum and not self.outer.nesterov:
                 yield "diloco.outer.nesterov: must be true in async mode with a momentum, got false; leave it out"
