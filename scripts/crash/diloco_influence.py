@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import math
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -245,7 +246,7 @@ class Simulation:
     ) -> None:  # fmt: skip
         self.world, self.mode, self.is_async = world, mode, mode in ("async", "dylu")
         count = 2 if mode == "fragments" else 1
-        self._exchanges = rounds * count
+        self._exchanges, self._last = rounds * count, rounds
         self._per_round = count
         settings = DilocoServerSettings(
             workers=members, mode="async" if self.is_async else "sync", sync_every=STEPS, compression="fp32",
@@ -359,7 +360,9 @@ class Simulation:
         after = dict.fromkeys(self.members, -1)
         queue = [(0.0, name, "asks") for name in self.members]
         offers: dict[str, dict[str, Any]] = {}
-        ends = {round: round * STEPS / 0.8 for round in (3, 5, ROUNDS)}  # seconds, as long as c takes in async mode
+        ends = {
+            round: round * STEPS / 0.8 for round in (3, 5, 8) if round <= self._last
+        }  # seconds, as long as c takes in async mode
         now = 0.0
         while queue:
             now, name, what = heapq.heappop(queue)
