@@ -50,7 +50,7 @@ ROUNDS, STEPS, SEQ_LEN, BATCH, RATE = 8, 10, 64, 4, 3e-3
 MODES = ("sync", "fragments", "async", "dylu")
 SPEEDS = {"async": (1.0, 0.9, 0.8, 1.1, 1.0), "dylu": (1.0, 0.5, 0.7, 0.9, 1.0)}
 """Steps per second of members a to e; 1 in the other modes."""
-INSTANT = 1e-3  # seconds that a liar takes for a round who does not train
+INSTANT = 1e4  # steps per second of a liar who does not train; 8 where nobody paces it
 
 
 @dataclass
@@ -246,7 +246,7 @@ class Simulation:
     ) -> None:  # fmt: skip
         self.world, self.mode, self.is_async = world, mode, mode in ("async", "dylu")
         count = 2 if mode == "fragments" else 1
-        self._exchanges, self._last = rounds * count, rounds
+        self._exchanges, self._last, self._is_paced = rounds * count, rounds, max_share is not None
         self._per_round = count
         settings = DilocoServerSettings(
             workers=members, mode="async" if self.is_async else "sync", sync_every=STEPS, compression="fp32",
@@ -390,7 +390,7 @@ class Simulation:
                 if name in self.liars and self.more.get("silent"):
                     continue
                 self.result.steps[name] = self.result.steps.get(name, 0) + offer["steps"]
-                took = offer["steps"] / member.speed if trains[name] else INSTANT
+                took = offer["steps"] / (member.speed if trains[name] else INSTANT if self._is_paced else 8.0)
                 heapq.heappush(queue, (now + took, name, "sends"))
             else:
                 offer = offers[name]
