@@ -230,7 +230,7 @@ class Campaign:
         ]  # fmt: skip
         workers = {name: [*recipe, *LAYOUTS[layout]] for name, layout in zip(("a", "b"), trial.layouts, strict=True)}
         members = team(root, port, [*recipe, *ours], workers, self._launch)
-        liar = Liar(port, TOKEN, trial.seed, trial.liar) if trial.liar else None
+        liar = Liar(port, TOKEN, root / "server", trial.seed, trial.liar) if trial.liar else None
         with ended(members.values()), liar or contextlib.nullcontext():
             began = time.monotonic()
             for member in members.values():

@@ -445,7 +445,7 @@ def honest(
     world: World, modes: Sequence[str], trials: int, seeds: int, say: Callable[[str], None], rounds: int = ROUNDS
 ) -> list[str]:
     """Members of one recipe, of speeds of their own in async mode: what they do not bear. Then ``seeds`` runs of
-    ``Rounds`` alone, with norms as they were recorded, of members and in an order that are drawn.
+    ``Rounds`` alone, with the norms of a run that is drawn, in an order and at times that are.
     """
     failed = []
     for mode in modes:
@@ -474,8 +474,8 @@ def _replayed(mode: str, recorded: list[list[list[Any]]], seed: int) -> float:
     """The least share of its weight that a member keeps after its second exchange, where norms come from other runs."""
     rng = random.Random(1000 + seed)
     norms: dict[str, Iterator[tuple[float, ...]]] = {}
+    run = rng.choice(recorded)
     for name, source in zip("abcde", rng.sample("abcde", 5), strict=True):
-        run = rng.choice(recorded)
         norms[name] = iter([each for who, _, each in run if who == source])
     is_async, count = mode in SPEEDS, 2 if mode == "fragments" else 1
     settings = DilocoServerSettings(workers=5, mode="async" if is_async else "sync", sync_every=STEPS,

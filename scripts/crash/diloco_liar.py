@@ -15,6 +15,7 @@ import random
 import socket
 import threading
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import safetensors.torch
@@ -38,9 +39,9 @@ _PAUSE = 0.1  # seconds before it asks a server again that is away
 class Liar:
     """As a context: the thread lies in it. ``problems``: what the server has answered and must not."""
 
-    def __init__(self, port: int, token: str, seed: int, how: str) -> None:
-        """``how``: lies, plays, void or knocks."""
-        self._port, self._token, self._how = port, token, how
+    def __init__(self, port: int, token: str, run: Path, seed: int, how: str) -> None:
+        """``how``: lies, plays, void or knocks; ``run``: of the server."""
+        self._port, self._token, self._run, self._how = port, token, run, how
         self._rng = random.Random(seed)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._live, daemon=True)
@@ -161,11 +162,16 @@ class Liar:
             lie = self._rng.choice(NUMBERS) if kind == "numbers" else {}
             change = "small" if lie else self._rng.choice(CHANGES)
             if self._how == "plays" and offer["round"] % 2:
-                lie, change = {}, self._rng.choice(MAY_COUNT)
+                lie, change = {}, self._rng.choice(MAY_COUNT if self._is_outvoted() else ("tiny", "small"))
         content = self._part(sorted(names[offer["round"] % count]), change)
         told = {"round": offer["round"], "hash": offer["hash"], "parts": [hashlib.sha256(content).hexdigest()],
                 "targets": 1, "ranges": offer["ranges"], "leaves": False, "speed": 2**53, **lie}  # fmt: skip
         self._made = next(iter(lie), change), content, told
+
+    def _is_outvoted(self) -> bool:
+        """Whether most members are honest: once others have ended, two members may spoil the run for each other."""
+        *_, line = (self._run / "rounds.jsonl").read_bytes().rpartition(b"\n")[0].splitlines()
+        return len(json.loads(line)["members"]) > 2
 
     def _hear(self, status: str) -> None:
         """What became of the newest submission."""
