@@ -335,8 +335,7 @@ def test_norms_of_others_are_brought_to_the_steps_of_a_change(tmp_path: Path) ->
     assert [step(made, 0.0).closed.submissions[0][1] for _ in range(3)] == [1.0] * 3
     assert weight("a", 1.0, 0.25) == 1.0  # its next round has two steps
     assert made.line.member("a").steps == 2
-    # times its speed: twice b's and c's 1.0 x sqrt(2 / 8)
-    assert weight("a", 8.0, 0.25) == pytest.approx(0.5)
+    assert weight("a", 8.0, 0.25) == pytest.approx(0.5), "times its speed twice b's and c's 1.0 x sqrt(2 / 8)"
     assert weight("b", 1.0, 0.25) == 1.0
     assert made.line.member("b").steps == 4, "of the fastest, which counts for twice the median"
     assert weight("b", 1.0, 1.0) == 1.0
@@ -729,6 +728,12 @@ def test_with_dylu_the_slower_worker_gets_fewer_steps() -> None:
     send(made, "b")
     line = step(made, 0.0)
     assert [member.steps for member in line.members] == [10, 1]
+    made.registry.workers["b"].speed = 1.0
+    join(made, "c")
+    made.registry.workers["c"].speed = 2.0**53
+    made.settings = DilocoServerSettings(mode="async", sync_every=10, max_share=None)  # else it waits for the others
+    send(made, "b")
+    assert step(made, 0.0).member("b").steps == 2, "who has not asked for it is none of them"
     with pytest.raises(WireError, match="dylu"):
         join(rounds(), "a", dylu=True)
 
