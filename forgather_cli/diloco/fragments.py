@@ -24,8 +24,6 @@ def fragments(shapes: Shapes, count: int) -> list[frozenset[str]]:
     for name in sorted((name for name in layers if layers[name] is None), key=lambda name: -math.prod(shapes[name])):
         min(found, key=lambda names: sum(math.prod(shapes[each]) for each in names)).add(name)
     if not all(found):
-        raise SetupError(
-            f"diloco.num_fragments: this model cannot be sent in {count} parts, got {count}; choose at most its "
-            "number of layers"
-        )
+        what = f"this model cannot be sent in {count} parts, got {count}; choose at most its number of layers"
+        raise SetupError(f"diloco.num_fragments: {what}")
     return [frozenset(names) for names in found]

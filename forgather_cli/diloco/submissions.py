@@ -10,8 +10,8 @@ import json
 import math
 import os
 import threading
-from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -24,11 +24,12 @@ from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.diloco.encoding import Compression, decode, encode, num_bytes
 from forgather_cli.diloco.fragments import Shapes
 from forgather_cli.diloco.ledger import Submission
-from forgather_cli.diloco.wire import MAX_PART_HEADER
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.documents.regular_files import open_file, read_json_object, read_state
 from forgather_cli.errors import CheckpointError, SetupError
 
+_HEADER = 512
+"""Bytes that a tensor takes in the headers of its parts."""
 _VALUES = 1 << 17
 """Of a tensor that are worked on at a time."""
 
@@ -38,8 +39,10 @@ class Submissions:
 
     def __init__(self, root: Path, shapes: Shapes, compression: Compression) -> None:
         self.root, self._shapes, self._compression = root, shapes, compression
-        self.most_bytes = sum(num_bytes(shape, "fp32") for shape in shapes.values()) + MAX_PART_HEADER
-        """Of one part."""
+        self.most_bytes = 2 * sum(num_bytes(shape, compression) + _HEADER for shape in shapes.values())
+        """That a worker's parts may take as long as no manifest names them: twice its change."""
+        self.unnamed: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        """By worker (empty: of nobody knows whom), their bytes by SHA-256, those that are still coming too."""
         (root / "parts").mkdir(parents=True, exist_ok=True)
         self._kept: Counter[str] = Counter()
         self._lock = threading.Lock()  # ``clean`` has a thread of its own
@@ -73,12 +76,28 @@ class Submissions:
         """Write and sync the manifest of a submission, whose parts are there. Raises OSError."""
         path = self.root / f"round-{submission.round:08d}-slot-{submission.slot:04d}.json"
         replace_file(path, json.dumps(asdict(submission)).encode(), sibling(path, "tmp"))
+        self._drop(submission.parts)
 
     def sent(self, round: int, slot: int) -> Submission | None:
         """What a slot has sent for a round; a manifest that cannot be read is set aside, and its worker sends again."""
         path = self.root / f"round-{round:08d}-slot-{slot:04d}.json"
         known = read_state(path, "its worker sends it again")
         return None if known is None else Submission.from_document(known)
+
+    def forget(self, worker: str) -> None:
+        """Delete the parts of a worker that no manifest names."""
+        parts = self.unnamed.pop(worker, {})
+        with self._lock:
+            for part in parts:
+                if not self._kept[part]:
+                    self.part(part).unlink(missing_ok=True)
+        self._drop(parts)
+
+    def _drop(self, parts: Iterable[str]) -> None:
+        """They are named, or gone."""
+        for held in self.unnamed.values():
+            for part in parts:
+                held.pop(part, None)
 
     def drop(self, after: int) -> None:
         """Delete manifests of later rounds than ``after``, which are gone."""
