@@ -383,18 +383,33 @@ def status(service: Service) -> dict[str, Any]:
     facts = {key: getattr(service.settings, key) for key in ("sync_every", "compression", "max_rounds")}
     shown = ("host", "pid", "run", "step", "tokens_per_second", "sent", "received", "bounded")
     workers = [
-        {"worker": name, "slot": rounds.slots.get(name), "state": _worker_state(rounds, worker),
-         **{key: getattr(worker, key) for key in shown}, "silent": now - worker.heard}
+        {
+            "worker": name,
+            "slot": rounds.slots.get(name),
+            "state": _worker_state(rounds, worker),
+            **{key: getattr(worker, key) for key in shown},
+            "silent": now - worker.heard,
+        }
         for name, worker in sorted(rounds.registry.workers.items())
-    ]  # fmt: skip
+    ]
     return {
-        "state": state if line is not None or service.over else "waiting", "run": str(service.run.root),
-        "round": line and line.round, "hash": line and line.hash, "round_seconds": now - rounds.opened,
-        "waits_for": rounds.waited_for(), "why": rounds.why_waiting(), "workers_expected": service.settings.workers,
-        **facts, "tokens": rounds.tokens, "outer_grad_norm": service.norm,
-        "checkpoint": service.model.saved if service.model.saved >= 0 else None, "received": service.received,
-        "sent": service.sent, "seconds": now - service.started, "workers": workers,
-    }  # fmt: skip
+        "state": state if line is not None or service.over else "waiting",
+        "run": str(service.run.root),
+        "round": line and line.round,
+        "hash": line and line.hash,
+        "round_seconds": now - rounds.opened,
+        "waits_for": rounds.waited_for(),
+        "why": rounds.why_waiting(),
+        "workers_expected": service.settings.workers,
+        **facts,
+        "tokens": rounds.tokens,
+        "outer_grad_norm": service.norm,
+        "checkpoint": service.model.saved if service.model.saved >= 0 else None,
+        "received": service.received,
+        "sent": service.sent,
+        "seconds": now - service.started,
+        "workers": workers,
+    }
 
 
 def _worker_state(rounds: Rounds, worker: Worker) -> str:

@@ -54,9 +54,14 @@ class Client:
     """Requests to one server. Not for several threads at once; ``copy`` is for another one."""
 
     def __init__(
-        self, address: str, token: str, bucket: TokenBucket | None = None, *,
-        setting: str = "callbacks.diloco.server_addr", tls: ssl.SSLContext | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        address: str,
+        token: str,
+        bucket: TokenBucket | None = None,
+        *,
+        setting: str = "callbacks.diloco.server_addr",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         """``address``: HOST:PORT or https://HOST:PORT, given by ``setting``. ``tls``: what to trust in the place of the
         system's certificates.
 

@@ -156,8 +156,9 @@ class Exchange:
             try:
                 client.put(f"/parts/{digest}", file)
             except FileNotFoundError as error:
-                what = "is gone, and the DiLoCo server lacks it; restore it, or resume from an older checkpoint"
-                raise SetupError(f"{file}: {what}") from error
+                raise SetupError(
+                    f"{file}: is gone, and the DiLoCo server lacks it; restore it, or resume from an older checkpoint"
+                ) from error
 
     def settle(self, *, counts: bool) -> None:
         """What was sent last counts, or does not: then what compression has lost is as it was before."""

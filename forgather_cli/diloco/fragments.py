@@ -24,6 +24,8 @@ def fragments(shapes: Shapes, count: int) -> list[frozenset[str]]:
     for name in sorted((name for name in layers if layers[name] is None), key=lambda name: -math.prod(shapes[name])):
         min(found, key=lambda names: sum(math.prod(shapes[each]) for each in names)).add(name)
     if not all(found):
-        what = f"this model cannot be sent in {count} parts, got {count}; choose at most its number of layers"
-        raise SetupError(f"diloco.num_fragments: {what}")
+        raise SetupError(
+            f"diloco.num_fragments: this model cannot be sent in {count} parts, got {count}; choose at most its "
+            "number of layers"
+        )
     return [frozenset(names) for names in found]

@@ -28,7 +28,7 @@ from forgather_cli.config.schema import (
     FP32Settings,
     SingleSettings,
     Target,
-)  # fmt: skip
+)
 from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.data.order import Order
 from forgather_cli.diloco.ledger import Closed, Line, unusable, versions
@@ -291,10 +291,15 @@ class GlobalModel:
             return
         fingerprint = fingerprint_of([identity_of(self._run), hash])
         if self._checkpointer.save(
-            number, model=self._rows(), stem=stem_of(self._run), optimizer=self._optimizer_rows(),
-            components=self._components(number, hash), write_model_files=self._run.write_model_files, metrics=metrics,
+            number,
+            model=self._rows(),
+            stem=stem_of(self._run),
+            optimizer=self._optimizer_rows(),
+            components=self._components(number, hash),
+            write_model_files=self._run.write_model_files,
+            metrics=metrics,
             info={"strategy": "diloco", "round": number, "config_fingerprint": fingerprint},
-        ):  # fmt: skip
+        ):
             self.saved = number  # else it is logged, and the one before stands, and the submissions since then
             self.submissions.clean(oldest, opened, keep=self.settings.keep_submissions)
 

@@ -121,9 +121,14 @@ class _Uvicorn(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(
-    app: Any, listener: socket.socket, knows: Callable[[Headers], bool], *,
-    tls: tuple[str | None, str | None] = (None, None), head: float = HEAD, silence: float = SILENCE,
-) -> AsyncIterator[None]:  # fmt: skip
+    app: Any,
+    listener: socket.socket,
+    knows: Callable[[Headers], bool],
+    *,
+    tls: tuple[str | None, str | None] = (None, None),
+    head: float = HEAD,
+    silence: float = SILENCE,
+) -> AsyncIterator[None]:
     """Answer what comes to ``listener`` by an ASGI application, meanwhile. ``tls``: files of a certificate and its key.
 
     Where there are too many connections, the one is closed that has waited longest, strangers first: those who have
@@ -176,6 +181,7 @@ async def _accept(
             log.warning("a connection cannot be accepted: %s", error.strerror)
             await asyncio.sleep(_PAUSE)
             continue
+        limit = {} if tls is None else {"ssl": tls, "ssl_handshake_timeout": head}
         if len(begun) + len(connections) >= (most := min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)):
             log.warning("there are %d connections: those that wait longest are closed, strangers first", most)
             open_ones = [each for each in connections if isinstance(each, BoundedProtocol)]

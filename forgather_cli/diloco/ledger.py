@@ -122,10 +122,14 @@ class Line:
             reasons = {worker: why for worker, why in closed["rejected"]}
             offered = [Submission.from_document(each) for each in closed.get("offered", ())]
             closed = Closed(
-                tuple(zip(sent, weights, strict=True)), tuple(closed["fragments"]), tuple(closed["missing"]),
-                tuple(reasons.items()), tuple(closed["evicted"]), tuple(closed.get("left", ())),
+                tuple(zip(sent, weights, strict=True)),
+                tuple(closed["fragments"]),
+                tuple(closed["missing"]),
+                tuple(reasons.items()),
+                tuple(closed["evicted"]),
+                tuple(closed.get("left", ())),
                 tuple(replace(each, rejected=reasons[each.worker]) for each in offered),
-            )  # fmt: skip
+            )
         members = tuple(Participant(**{**each, "ranges": as_ranges(each["ranges"])}) for each in raw["members"])
         return cls(**{**raw, "closed": closed, "members": members, "pool": as_ranges(raw["pool"])})
 

@@ -38,8 +38,10 @@ class Link:
         try:
             tls = ssl.create_default_context(cafile=settings.ca_file)
         except OSError as error:
-            what = f"{settings.ca_file} cannot be used ({error.strerror or error}); give a file of certificates (PEM)"
-            raise ConfigError(f"callbacks.diloco.ca_file: {what}") from error
+            raise ConfigError(
+                f"callbacks.diloco.ca_file: {settings.ca_file} cannot be used ({error.strerror or error}); give a file "
+                "of certificates (PEM)"
+            ) from error
         self.client = Client(address, settings.read_token(), TokenBucket(limit), tls=tls)
         """Of this rank's main thread."""
         self.ended: ExitStatus | None = None
@@ -101,8 +103,12 @@ class Link:
             if tries == 0:
                 log.warning("%s; trying again for %.0f s", failures[0], allowed)
             if told[0][1] > allowed:
-                why = f"stopped: {failures[0]}, for {allowed:g} s; start it, and resume this run"
-                self.end(ExitStatus(run.world.rank, Kind.STOPPED, STOPPED, why))
+                self.end(
+                    ExitStatus(
+                        run.world.rank, Kind.STOPPED, STOPPED,
+                        f"stopped: {failures[0]}, for {allowed:g} s; start it, and resume this run",
+                    )
+                )  # fmt: skip
                 return False
             self.retries += 1
             time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])

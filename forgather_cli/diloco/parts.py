@@ -50,11 +50,17 @@ class Parts:
         held: list[list[Piece]] = gather(list(self._held.values()), group)
         writes = plan(held, "model").writes
         found = [
-            Part(piece.spec.name, piece.spec.shape, piece.start, piece.rows, owner,
-                 any(_overlap(piece, other) for r, pieces in enumerate(held) if r != owner for other in pieces))
+            Part(
+                piece.spec.name,
+                piece.spec.shape,
+                piece.start,
+                piece.rows,
+                owner,
+                any(_overlap(piece, other) for r, pieces in enumerate(held) if r != owner for other in pieces),
+            )
             for owner, pieces in enumerate(writes)
             for piece in pieces
-        ]  # fmt: skip
+        ]
         self.all = sorted(found, key=lambda part: (part.name, part.start))
         self.own = [part for part in self.all if part.owner == rank]
         """What this rank sends and fetches."""

@@ -10,8 +10,21 @@ from pathlib import Path
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.documents.regular_files import read_bytes, set_aside
 
-_KEPT = ("name", "secret", "batch", "host", "pid", "run", "evicted", "left", "last_round", "dylu", "stood", "offered",
-         "speed")  # fmt: skip
+_KEPT = (
+    "name",
+    "secret",
+    "batch",
+    "host",
+    "pid",
+    "run",
+    "evicted",
+    "left",
+    "last_round",
+    "dylu",
+    "stood",
+    "offered",
+    "speed",
+)
 _EPOCH = time.time() - time.monotonic()
 
 

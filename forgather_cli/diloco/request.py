@@ -84,8 +84,9 @@ class Request:
         try:
             file = await asyncio.to_thread(path.open, "rb")
         except FileNotFoundError as error:
-            what = "these weights are no longer here: newer rounds have begun; register anew"
-            raise WireError(404, what, wire.FENCED) from error
+            raise WireError(
+                404, "these weights are no longer here: newer rounds have begun; register anew", wire.FENCED
+            ) from error
         with file:
             size, length = os.fstat(file.fileno()).st_size, sum(stop - start for start, stop in ranges)
             if any(not 0 <= start <= stop <= size for start, stop in ranges):

@@ -47,9 +47,16 @@ class Rounds:
     """The rounds of one run. ``now`` is always the present time."""
 
     def __init__(
-        self, settings: DilocoServerSettings, *, initial: str, model: str, ledger: Sequence[Line] = (),
-        dropped: Collection[str] = (), registry: Registry | None = None, now: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        settings: DilocoServerSettings,
+        *,
+        initial: str,
+        model: str,
+        ledger: Sequence[Line] = (),
+        dropped: Collection[str] = (),
+        registry: Registry | None = None,
+        now: float = 0.0,
+    ) -> None:
         """``initial``: SHA-256 of the initial weights; ``model``: ``wire.model_hash`` of the trainable parameters;
         ``dropped``: hashes of rounds that the server itself has gone back from.
         """
@@ -99,11 +106,24 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------- what workers say
 
     def register(
-        self, name: str, secret: str, *, batch: int, model: str, now: float, data: str | None = None,
-        tokenizer: str | None = None, stated: Mapping[str, Any] | None = None, round: int | None = None,
-        parent: str | None = None, host: str = "", pid: int = 0, run: str = "", leaves: bool = False,
+        self,
+        name: str,
+        secret: str,
+        *,
+        batch: int,
+        model: str,
+        now: float,
+        data: str | None = None,
+        tokenizer: str | None = None,
+        stated: Mapping[str, Any] | None = None,
+        round: int | None = None,
+        parent: str | None = None,
+        host: str = "",
+        pid: int = 0,
+        run: str = "",
+        leaves: bool = False,
         dylu: bool = False,
-    ) -> tuple[int, str]:  # fmt: skip
+    ) -> tuple[int, str]:
         """A worker joins, or comes back: its new generation, and whether the server knows the round it stands on.
 
         Raises WireError: refused for another model, data, tokenizer, other settings or an unknown round; held where
@@ -157,10 +177,18 @@ class Rounds:
         generation = secrets.randbits(52)  # which nobody guesses, and JSON holds
         registry.data, registry.tokenizer = registry.data or data, registry.tokenizer or tokenizer
         registry.workers[name] = Worker(
-            name, secret, batch, host, pid, run, generation,
-            last_round=round if leaves and stood == "known" else None, dylu=dylu, heard=now,
+            name,
+            secret,
+            batch,
+            host,
+            pid,
+            run,
+            generation,
+            last_round=round if leaves and stood == "known" else None,
+            dylu=dylu,
+            heard=now,
             **{key: getattr(before, key) for key in ("stood", "offered", "speed") if before},
-        )  # fmt: skip
+        )
         return generation, stood
 
     def _refuse(self, message: str) -> NoReturn:
@@ -193,11 +221,16 @@ class Rounds:
                 return None
             worker.stood, worker.offered = number, now
         return {
-            "state": wire.OPEN, "round": number, "hash": self.lines[number].hash, "slot": member.slot,
-            "steps": member.steps, "ranges": [list(each) for each in member.ranges],
+            "state": wire.OPEN,
+            "round": number,
+            "hash": self.lines[number].hash,
+            "slot": member.slot,
+            "steps": member.steps,
+            "ranges": [list(each) for each in member.ranges],
             "weights": versions(self.lines, number, self.settings.num_fragments),
-            "answer": self._decided(member.slot, after), "bounded": worker.bounded,
-        }  # fmt: skip
+            "answer": self._decided(member.slot, after),
+            "bounded": worker.bounded,
+        }
 
     def begins(self, worker: Worker) -> float:
         """When the worker may begin its next round: in async mode no faster than by ``_RATE`` times the median speed

@@ -54,9 +54,14 @@ class Server:
             model.submissions.drop(kept[-1].round)
             drop_lines(run.rounds, len(kept), run.dropped_rounds)
         self._rounds = Rounds(
-            settings, initial=initial, model=wire.model_hash(model.shapes.items()), ledger=kept,
-            dropped=hashes_of(run.dropped_rounds), registry=registry, now=(now := clock()),
-        )  # fmt: skip
+            settings,
+            initial=initial,
+            model=wire.model_hash(model.shapes.items()),
+            ledger=kept,
+            dropped=hashes_of(run.dropped_rounds),
+            registry=registry,
+            now=(now := clock()),
+        )
         self._service = Service(run, settings, model, self._rounds)
         if (line := self._rounds.line) is not None:
             for member in line.members:
@@ -160,17 +165,25 @@ class Server:
             return
         targets = sum(sent.targets for sent, _ in closing.submissions)
         metrics = {
-            "round": line.round, "tokens": targets, "total_tokens": rounds.tokens,
-            "outer_grad_norm": self._service.norm, "members": len(closing.submissions), "round_time": seconds,
+            "round": line.round,
+            "tokens": targets,
+            "total_tokens": rounds.tokens,
+            "outer_grad_norm": self._service.norm,
+            "members": len(closing.submissions),
+            "round_time": seconds,
             "staleness": max((line.round - 1 - sent.round for sent, _ in closing.submissions), default=0),
             "outer_step_time": clock() - begun,
-        }  # fmt: skip
+        }
         try:
             self._metrics.add(metrics, step=line.round, epoch=0.0)
         except OSError as error:
             log.warning("%s: lacks round %d: %s", self._run.metrics, line.round, error.strerror)
-        absent = {"missing": closing.missing, "rejected": [name for name, _ in closing.rejected],
-                  "evicted": closing.evicted, "left": closing.left}  # fmt: skip
+        absent = {
+            "missing": closing.missing,
+            "rejected": [name for name, _ in closing.rejected],
+            "evicted": closing.evicted,
+            "left": closing.left,
+        }
         told = "".join(f", {what} {', '.join(who)}" for what, who in absent.items() if who)
         what = f"round {line.round - 1} of {len(closing.submissions)} workers: {targets:,} targets"
         print(f"{what}, norm {self._service.norm:.4g}, {seconds:.1f} s{told}", flush=True)

@@ -225,13 +225,22 @@ class DilocoWorker:
         run, settings, parts = self._run, self._settings, self._exchange.parts
         (worker, secret), description = self._link.identity() if run.world.rank == 0 else ("", ""), run.data_description
         document = {
-            "worker": worker, "secret": secret, "host": socket.gethostname()[: wire.MAX_TEXT], "pid": os.getpid(),
-            "run": str(run.run_dir.root)[-wire.MAX_TEXT :], "model": wire.model_hash(parts.shapes),
-            "num_tensors": len(parts.shapes), "data": f"{description.get('fingerprint')}, seed {run.seed}",
-            "tokenizer": description.get("tokenizer"), "batch": run.batch_plan.global_batch,
-            "stated": settings.stated(), "dylu": settings.follows_speed(), "round": self._round,
-            "parent": self._hash or None, "leaves": self._pending is not None and self._pending["leaves"],
-        }  # fmt: skip
+            "worker": worker,
+            "secret": secret,
+            "host": socket.gethostname()[: wire.MAX_TEXT],
+            "pid": os.getpid(),
+            "run": str(run.run_dir.root)[-wire.MAX_TEXT :],
+            "model": wire.model_hash(parts.shapes),
+            "num_tensors": len(parts.shapes),
+            "data": f"{description.get('fingerprint')}, seed {run.seed}",
+            "tokenizer": description.get("tokenizer"),
+            "batch": run.batch_plan.global_batch,
+            "stated": settings.stated(),
+            "dylu": settings.follows_speed(),
+            "round": self._round,
+            "parent": self._hash or None,
+            "leaves": self._pending is not None and self._pending["leaves"],
+        }
         answer = self._link.call("/register", document)
         if answer is None:
             return False
@@ -251,8 +260,13 @@ class DilocoWorker:
         return True
 
     def _report(self) -> dict[str, Any]:
-        return {"generation": self._generation, "step": self._run.state.global_step, "sent": self._link.sent,
-                "tokens_per_second": self._tokens_per_second, "received": self._link.received}  # fmt: skip
+        return {
+            "generation": self._generation,
+            "step": self._run.state.global_step,
+            "sent": self._link.sent,
+            "tokens_per_second": self._tokens_per_second,
+            "received": self._link.received,
+        }
 
     def _enter(self, after: int) -> bool:
         """Wait for a round behind ``after`` and take its weights and samples; in the middle of that very round go on in
@@ -452,8 +466,12 @@ class DilocoWorker:
         """Of each rank. The round's first weights are not there: the server has them."""
         counts = [self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments]
         stands = {name: getattr(self, f"_{name}") for name in _STANDS}
-        return {**stands, **{name: getattr(self, name) for name in _TRAINED}, "counts": counts,
-                **self._exchange.state_dict()}  # fmt: skip
+        return {
+            **stands,
+            **{name: getattr(self, name) for name in _TRAINED},
+            "counts": counts,
+            **self._exchange.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._joined, self._flight, self._brought = False, None, None
@@ -467,11 +485,20 @@ class DilocoWorker:
 
     def facts(self) -> dict[str, float]:
         """How the exchanges go, for logs: counts, seconds, bytes of all ranks; the norm is of the last round."""
-        own = ("sync_count", "local_step", "sync_every", "reconnections", "dylu_adjustments", "staleness",
-               "total_sync_time")  # fmt: skip
+        own = (
+            "sync_count",
+            "local_step",
+            "sync_every",
+            "reconnections",
+            "dylu_adjustments",
+            "staleness",
+            "total_sync_time",
+        )
         found = {name: getattr(self, name) for name in own} | {
-            "sync_retries": self._link.retries, "bytes_sent": self._link.sent, "bytes_received": self._link.received,
+            "sync_retries": self._link.retries,
+            "bytes_sent": self._link.sent,
+            "bytes_received": self._link.received,
             "sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
             "norm": self.pseudo_gradient_norm,
-        }  # fmt: skip
+        }
         return {f"diloco/{name}": value for name, value in found.items() if not math.isnan(value)}
