@@ -70,6 +70,8 @@ class Service:
     started: float = field(default_factory=clock)
     noted: int = 0
     """Lines of ``RUN/workers.json`` since it was written as a whole."""
+    written: float = 0.0
+    """When that was."""
 
     def notify(self) -> None:
         """Wake what waits for a change."""
@@ -99,15 +101,16 @@ class Service:
             return replace(sent, rejected=str(error)[:_MOST_REASON])
         return replace(sent, norms=norms)
 
-    def note(self, worker: Worker) -> None:
-        """Keep what is known of a worker. Raises OSError."""
-        append(self.run.diloco_workers, self.rounds.registry.to_line(worker))
+    def note(self, *workers: Worker) -> None:
+        """Keep what is known of these workers, in one line more; or of all where none is named, or there are too many
+        lines, in one line that takes the place of the others, at most once a second. Raises OSError.
+        """
         self.noted += 1
-
-    def write_registry(self) -> None:
-        """Keep what is known of all workers, in one line. Raises OSError."""
-        write_whole(self.run.diloco_workers, self.rounds.registry.to_line(), durable=True)
-        self.noted = 0
+        if workers and (self.noted <= wire.MAX_MEMBERS or clock() - self.written < 1):
+            append(self.run.diloco_workers, self.rounds.registry.to_line(*workers))
+        else:
+            write_whole(self.run.diloco_workers, self.rounds.registry.to_line(), durable=True)
+            self.noted, self.written = 0, clock()
 
 
 _MOST_REASON = 300  # letters of a reason, which is in the ledger
@@ -224,17 +227,13 @@ class Api:
                 if self._service.over:
                     self._service.told.add(generation)
                     return {"state": wire.STOPPED, "reason": self._service.over}
-                before = worker.stood
                 if (offer := rounds.offer(worker, given["after"], now)) is not None:
-                    if worker.stood != before:
-                        self._service.note(worker)
+                    self._service.note(worker)
                     return offer
                 if self._service.leaving:
                     return {"state": wire.WAITING, "why": "the server has stopped, until somebody resumes its run"}
                 if (left := end - now) <= 0:
                     return {"state": wire.WAITING, "why": rounds.why_waiting(worker, now)}
-                if (pause := rounds.begins(worker) - now) > 0:
-                    left = min(left, pause + 1e-3)
                 change = asyncio.ensure_future(self._service.changed.wait())
                 await asyncio.wait({change, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
@@ -329,16 +328,17 @@ class Api:
                 pass
             return 200
 
-        def hold(size: int) -> None:
-            submissions.unnamed[whose][sha256] = max(size, most // 4096)  # so many files at most
+        path, coming = submissions.part(sha256), int(length[:20]) if length.isdecimal() else 0
+        temporary, digest, size, held = sibling(path, "tmp"), hashlib.sha256(), 0, b""
+
+        def hold(name: str) -> None:
+            submissions.unnamed[whose][name] = max(size, coming, most // 4096)  # so many files at most
             if sum(submissions.unnamed[whose].values()) > most:
                 what = f"a worker's parts that no submission has named take at most {most} bytes, twice its change"
                 raise WireError(413, f"{what}; submit those that are here, and send the server's model")
 
-        path, coming = submissions.part(sha256), int(length[:20]) if length.isdecimal() else 0
-        temporary, digest, size, held = sibling(path, "tmp"), hashlib.sha256(), 0, b""
         try:
-            hold(coming)
+            hold(temporary.name)
             with await asyncio.to_thread(temporary.open, "wb", 0) as file:
 
                 def write(content: bytes) -> None:
@@ -349,7 +349,7 @@ class Api:
 
                 async for chunk in request.body():
                     held, size = held + chunk, size + len(chunk)
-                    hold(max(size, coming))
+                    hold(temporary.name)
                     if len(held) >= CHUNK:
                         await asyncio.to_thread(write, held)
                         held = b""
@@ -358,14 +358,13 @@ class Api:
                     what = f"the body's SHA-256 is {digest.hexdigest()}, not that of its name"
                     raise WireError(400, f"{what}; send it again")
                 await asyncio.to_thread(os.fsync, file.fileno())
-            temporary.replace(path)
-            hold(size)
+            if not path.exists():  # else another one has brought it meanwhile, and it may be named by now
+                temporary.replace(path)
+                submissions.unnamed[whose][sha256] = submissions.unnamed[whose].pop(temporary.name)
             await asyncio.to_thread(sync_directory, path.parent)
-        except BaseException:
-            submissions.unnamed[whose].pop(sha256, None)
-            raise
         finally:
             self._service.received += size
+            submissions.unnamed[whose].pop(temporary.name, None)
             temporary.unlink(missing_ok=True)
         return 202
 

@@ -121,15 +121,10 @@ class Line:
             sent = [Submission.from_document(each) for each in closed["submissions"]]
             reasons = {worker: why for worker, why in closed["rejected"]}
             offered = [Submission.from_document(each) for each in closed.get("offered", ())]
-            closed = Closed(
-                tuple(zip(sent, weights, strict=True)),
-                tuple(closed["fragments"]),
-                tuple(closed["missing"]),
-                tuple(reasons.items()),
-                tuple(closed["evicted"]),
-                tuple(closed.get("left", ())),
-                tuple(replace(each, rejected=reasons[each.worker]) for each in offered),
-            )
+            lists = {key: tuple(closed.get(key, ())) for key in ("fragments", "missing", "evicted", "left")}
+            rejected = tuple(replace(each, rejected=reasons[each.worker]) for each in offered)
+            counted = tuple(zip(sent, weights, strict=True))
+            closed = Closed(counted, **lists, rejected=tuple(reasons.items()), offered=rejected)
         members = tuple(Participant(**{**each, "ranges": as_ranges(each["ranges"])}) for each in raw["members"])
         return cls(**{**raw, "closed": closed, "members": members, "pool": as_ranges(raw["pool"])})
 

@@ -10,21 +10,8 @@ from pathlib import Path
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.documents.regular_files import read_bytes, set_aside
 
-_KEPT = (
-    "name",
-    "secret",
-    "batch",
-    "host",
-    "pid",
-    "run",
-    "evicted",
-    "left",
-    "last_round",
-    "dylu",
-    "stood",
-    "offered",
-    "speed",
-)
+_LOST = ("generation", "why", "heard", "bounded", "step", "tokens_per_second", "sent", "received")
+"""Of a worker, what a restart of the server forgets."""
 _EPOCH = time.time() - time.monotonic()
 
 
@@ -88,7 +75,8 @@ class Registry:
 
     def to_line(self, *workers: Worker) -> bytes:
         """Of the file that ``read`` reads: what is known of these workers, of all of them where none is named."""
-        listed = [{key: getattr(worker, key) for key in _KEPT} for worker in workers or self.workers.values()]
+        known = [vars(worker).items() for worker in workers or self.workers.values()]
+        listed = [{key: value for key, value in each if key not in _LOST} for each in known]
         return json.dumps({"data": self.data, "tokenizer": self.tokenizer, "workers": listed}).encode() + b"\n"
 
     @classmethod

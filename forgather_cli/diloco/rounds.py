@@ -14,7 +14,7 @@ import hashlib
 import math
 import secrets
 import struct
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NoReturn
@@ -80,18 +80,29 @@ class Rounds:
         """(worker, fragment) -> norm of the newest change that the worker has offered, and the steps it is of."""
         self._shares: dict[str, float] = {}
         """Worker -> weight, before it was lowered, of the newest change that it has offered."""
+        self._needed = 0.0
+        """Seconds after which half of the members had sent, in the newest round of sync mode in which they have."""
         self.opened = now
         for worker in self.registry.workers.values():
             worker.heard = now
         for line in ledger:
             self.append(line, now)
-        for member in self.line.members if self.line else ():  # whoever it is where workers.json was lost
+        for member in self.members:  # whoever it is where workers.json was lost
             self.registry.workers.setdefault(member.worker, Worker(member.worker, "", member.batch, heard=now))
 
     @property
     def line(self) -> Line | None:
         """The ledger's last line; None before the first round."""
         return self.lines[-1] if self.lines else None
+
+    @property
+    def members(self) -> Sequence[Participant]:
+        """Of the open round; none before the first."""
+        return self.line.members if self.line else ()
+
+    def member(self, name: str) -> Participant | None:
+        """What this worker is to train, if it is a member of the open round."""
+        return self.line.member(name) if self.line else None
 
     @property
     def finished(self) -> str | None:
@@ -105,26 +116,9 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------- what workers say
 
-    def register(
-        self,
-        name: str,
-        secret: str,
-        *,
-        batch: int,
-        model: str,
-        now: float,
-        data: str | None = None,
-        tokenizer: str | None = None,
-        stated: Mapping[str, Any] | None = None,
-        round: int | None = None,
-        parent: str | None = None,
-        host: str = "",
-        pid: int = 0,
-        run: str = "",
-        leaves: bool = False,
-        dylu: bool = False,
-    ) -> tuple[int, str]:
+    def register(self, name: str, secret: str, *, batch: int, model: str, now: float, **told: Any) -> tuple[int, str]:
         """A worker joins, or comes back: its new generation, and whether the server knows the round it stands on.
+        ``told``: what else the message to ``/register`` may hold.
 
         Raises WireError: refused for another model, data, tokenizer, other settings or an unknown round; held where
         another process has the id.
@@ -132,13 +126,15 @@ class Rounds:
         registry = self.registry
         if model != self._model:
             self._refuse("the model differs: its parameters have other names or shapes; use the server's recipe")
-        for what, mine, theirs in (("data", registry.data, data), ("tokenizer", registry.tokenizer, tokenizer)):
+        round, parent = told.get("round"), told.get("parent")
+        for what in ("data", "tokenizer"):
+            mine, theirs = getattr(registry, what), told.get(what)
             if mine is not None and theirs is not None and mine != theirs:
                 self._refuse(f"{what}: has the fingerprint {theirs} here, {mine} at the others; use the same {what}")
-        for key, value in (stated or {}).items():
+        for key, value in (told.get("stated") or {}).items():
             if value != (here := getattr(self.settings, key, None)):
                 self._refuse(f"{key}: is {value} at {name}, {here} at the server, which decides it; leave {key} out")
-        if dylu and not self._is_async:
+        if told.get("dylu") and not self._is_async:
             self._refuse("dylu: counts only where the server's diloco.mode is async, it is sync; leave dylu out")
         stood = "fresh"
         if parent is not None:
@@ -158,37 +154,31 @@ class Rounds:
                 why = f"{name}: another worker has this id (process {before.pid} on {before.host}, heard of "
                 why += f"{silent:.0f} s ago); choose another worker_id, or wait until it is silent for {needed:.0f} s"
                 raise WireError(409, why, wire.HELD)
+        standing = {member.worker: member.batch for member in self.members}
         if before is None and len(registry.workers) >= wire.MAX_MEMBERS:
-            stand = {member.worker for member in self.line.members} if self.line else set()
-            registry.workers = {at: each for at, each in registry.workers.items() if not each.is_gone or at in stand}
+            registry.workers = {at: each for at, each in registry.workers.items() if not each.is_gone or at in standing}
             if len(registry.workers) >= wire.MAX_MEMBERS:
                 self._refuse(f"{wire.MAX_MEMBERS} workers have registered, which is the most; wait until one has left")
-        batches = {each.name: each.batch for each in self.live()} | {name: batch}
-        usual = _median(batches.values())
-        for each, own in batches.items() if self._is_bounded(len(batches)) else ():
-            other = registry.workers.get(each)
-            if own > _BATCHES * usual and not (each in self.slots and other and other.batch == own):
-                why = f"batch: {each} has {own} sequences in a step, more than {_BATCHES} times the median of the "
-                why += f"workers that have registered, {usual}; lower global_batch_size, or serve with "
-                why += "diloco.max_share=null where all of them are trusted"
-                if other is None or each == name:
-                    self._refuse(why)
-                other.evicted, other.why = True, why
         generation = secrets.randbits(52)  # which nobody guesses, and JSON holds
-        registry.data, registry.tokenizer = registry.data or data, registry.tokenizer or tokenizer
-        registry.workers[name] = Worker(
-            name,
-            secret,
-            batch,
-            host,
-            pid,
-            run,
-            generation,
-            last_round=round if leaves and stood == "known" else None,
-            dylu=dylu,
-            heard=now,
-            **{key: getattr(before, key) for key in ("stood", "offered", "speed") if before},
-        )
+        worker = Worker(
+            name, secret, batch, generation=generation, heard=now, offered=now if standing else 0.0,
+            last_round=round if told.get("leaves") and stood == "known" else None,
+            **{key: told[key] for key in ("host", "pid", "run", "dylu") if key in told},
+        )  # fmt: skip
+        if before is not None:
+            worker.stood, worker.offered, worker.speed = before.stood, before.offered, before.speed
+        there = {each.name: each for each in self.live()} | {name: worker}
+        usual = _median(each.batch for each in there.values())
+        for each in there.values() if self._is_bounded(len(there)) else ():
+            if each.batch > _BATCHES * usual and standing.get(each.name) != each.batch:
+                why = f"batch: {each.name} has {each.batch} sequences in a step, more than {_BATCHES} times the median "
+                why += f"of the workers that have registered, {usual}; lower global_batch_size, or serve with "
+                each.why, each.evicted = f"{why}diloco.max_share=null where all of them are trusted", True
+        if worker.why:
+            self._refuse(worker.why)
+        registry.data = registry.data or told.get("data")
+        registry.tokenizer = registry.tokenizer or told.get("tokenizer")
+        registry.workers[name] = worker
         return generation, stood
 
     def _refuse(self, message: str) -> NoReturn:
@@ -209,8 +199,7 @@ class Rounds:
         """What the worker is to train, as ``/next`` answers it, if that is of a round later than ``after``, and time
         for it; and what has become of its submission for that one.
         """
-        line = self.line
-        member = None if line is None else line.member(worker.name)
+        member = self.member(worker.name)
         if member is None or member.round <= after or (self.closing is not None and not self._is_async):
             return None
         number = member.round
@@ -221,31 +210,25 @@ class Rounds:
                 return None
             worker.stood, worker.offered = number, now
         return {
-            "state": wire.OPEN,
-            "round": number,
-            "hash": self.lines[number].hash,
-            "slot": member.slot,
-            "steps": member.steps,
-            "ranges": [list(each) for each in member.ranges],
+            "state": wire.OPEN, "round": number, "hash": self.lines[number].hash, "slot": member.slot,
+            "steps": member.steps, "ranges": [list(each) for each in member.ranges],
             "weights": versions(self.lines, number, self.settings.num_fragments),
-            "answer": self._decided(member.slot, after),
-            "bounded": worker.bounded,
-        }
+            "answer": self._decided(member.slot, after), "bounded": worker.bounded,
+        }  # fmt: skip
 
     def begins(self, worker: Worker) -> float:
         """When the worker may begin its next round: in async mode no faster than by ``_RATE`` times the median speed
-        of the members.
+        of the members, one that joins them counted from its registration.
         """
-        is_known = worker.stood is not None and worker.stood < len(self.lines)
-        stood = self.lines[worker.stood or 0].member(worker.name) if is_known else None
-        if stood is None or (usual := self._usual_speed()) is None:
+        member, usual = self.member(worker.name), self._usual_speed()
+        if member is None or usual is None:
             return -math.inf
-        return worker.offered + (stood.steps / (_RATE * usual) if usual else _UNHEARD)
+        return worker.offered + (member.steps / (_RATE * usual) if usual else _UNHEARD)
 
     def _usual_speed(self) -> float | None:
         """The median speed of the members, 0 while half of them have sent nothing; None where it bounds nothing."""
-        members = [] if self.line is None else [self.registry.workers[each.worker] for each in self.line.members]
-        speeds = [worker.speed or 0.0 for worker in members if not worker.is_gone]
+        workers = [self.registry.workers.get(member.worker) for member in self.members]
+        speeds = [worker.speed or 0.0 for worker in workers if worker and not worker.is_gone]
         return _median(speeds) if self._is_async and self._is_bounded(len(speeds)) else None
 
     def _is_bounded(self, many: int) -> bool:
@@ -254,7 +237,7 @@ class Rounds:
 
     def why_waiting(self, worker: Worker | None = None, now: float = 0.0) -> str:
         """What a worker without a round waits for."""
-        member = None if worker is None or self.line is None else self.line.member(worker.name)
+        member = worker and self.member(worker.name)
         if worker and member and member.round != worker.stood and (left := self.begins(worker) - now) > 0:
             what = "is offered no rounds faster than by twice the median speed of the members, which is measured"
             return f"it {what} (diloco.max_share); its next one begins in {left:.0f} s, or once more have sent"
@@ -383,7 +366,8 @@ class Rounds:
         since its last exchange; in async mode each weighs the same, and what is compared is how fast one may come.
         """
         if self._is_async:
-            speed, usual = self.registry.workers[sent.worker].speed or 1.0, self._usual_speed()
+            worker, usual = self.registry.workers.get(sent.worker), self._usual_speed()
+            speed = (worker and worker.speed) or 1.0
             return 0.0 if not sent.targets else min(speed, _RATE * usual) if usual else speed
         if self.settings.weighting == "equal":
             return 1
@@ -428,10 +412,8 @@ class Rounds:
 
     def waited_for(self) -> list[str]:
         """Members of the open round that have not sent and are not given up, by slot."""
-        if self.line is None:
-            return []
-        live = {worker.name for worker in self.live(self.line.round)}
-        return [each.worker for each in self.line.members if each.slot not in self.sent and each.worker in live]
+        live = {worker.name for worker in self.live(len(self.lines) - 1)}
+        return [each.worker for each in self.members if each.slot not in self.sent and each.worker in live]
 
     def can_open(self) -> bool:
         """Whether the first round can begin."""
@@ -457,9 +439,13 @@ class Rounds:
             quorum = math.inf if settings.quorum is None else settings.quorum
             enough = len(counted) >= quorum and now - counted[int(quorum) - 1] >= settings.grace
             limit, half = settings.round_timeout, max(1, (len(line.members) + 1) // 2)
-            if limit == "auto":  # of what came before the server's start nobody knows how long it took
-                took = sorted(at - self.opened for slot in self.sent if (at := self._arrived[slot]) > self.opened)
-                limit = max(600.0, 10 * took[half - 1]) if len(took) >= half else _UNHEARD
+            # of what came before the server's start nobody knows how long it took
+            took = sorted(at - self.opened for slot in self.sent if (at := self._arrived[slot]) > self.opened)
+            if limit == "auto" and len(took) < half:
+                limit = max([self._needed, *took[:1]]) + _UNHEARD
+            elif limit == "auto":
+                self._needed = took[half - 1]
+                limit = max(600.0, 10 * self._needed)
             overdue = limit is not None and now - self.opened >= limit
             nobody_left = not self.waited_for() and bool(counted or self.live())
             is_due = nobody_left or bool((counted and enough) or (settled and overdue))

@@ -66,7 +66,8 @@ def token_of(path: Path, variable: str, stated: str | None = None) -> tuple[str,
             write_whole(path, token + "\n", mode=0o600)
     if len(token) < 16 or not token.isascii() or " " in token:
         remedy = "make one with: openssl rand -hex 32"
-        raise SetupError(f"{variable}: {path} must hold 16 letters or more, got {len(token)}; {remedy}")
+        setting = variable if stated is None else "diloco.token_file"
+        raise SetupError(f"{setting}: {path} must hold 16 letters or more, got {len(token)}; {remedy}")
     return token, path.absolute()
 
 

@@ -24,7 +24,7 @@ from forgather_cli.diloco.api import Api, Service
 from forgather_cli.diloco.global_model import GlobalModel
 from forgather_cli.diloco.http_server import serving
 from forgather_cli.diloco.ledger import Closed, drop_lines, hashes_of, read_ledger, write_line
-from forgather_cli.diloco.registry import Registry, clock
+from forgather_cli.diloco.registry import Registry, Worker, clock
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.errors import SetupError, TrainingError
 from forgather_cli.launch.context import RankContext
@@ -78,11 +78,9 @@ class Server:
         self._metrics.begin(line.round if line else 0)
         self._thread = ThreadPoolExecutor(1, "diloco-rounds")
         self._api = Api(self._service, *tokens)
-        self._written = 0.0
-        """When ``RUN/workers.json`` was last written as a whole."""
         self._told: set[str] = set()
         """Workers of whom the log says that their influence is bounded."""
-        self._write_registry()
+        self._note()
 
     # ----------------------------------------------------------------------------------------------------- what happens
 
@@ -103,10 +101,8 @@ class Server:
         """Open, close and compute rounds, and save, as it is time; returns how it ended."""
         rounds, ended_round = self._rounds, False
         while True:
-            if rounds.evict(now := self._service.now()):
-                self._service.noted += wire.MAX_MEMBERS
-            if self._service.noted > wire.MAX_MEMBERS and now - self._written > 1:
-                self._write_registry()
+            if evicted := rounds.evict(self._service.now()):
+                self._note(*evicted)
             if (signum := self._rank.poll()) is not None:
                 self._rank.acknowledge(signum)
                 await self._save_last()
@@ -139,7 +135,8 @@ class Server:
             closing = await self._stepped(closing)
             for name, why in closing.rejected:
                 log.warning("round %d: the submission of %s is rejected: %s", rounds.lines[-1].round, name, why)
-            self._service.noted += wire.MAX_MEMBERS * bool(closing.rejected)  # perhaps too often, and it is given up
+            if closing.evicted:
+                self._note(*(rounds.registry.workers[name] for name in closing.evicted))
         line = rounds.opening(datetime.now(UTC).isoformat(timespec="milliseconds"))
         seconds = clock() - rounds.opened
         try:
@@ -152,8 +149,6 @@ class Server:
         for member in rounds.lines[-2].members if closing else ():
             if stand.get(member.worker) != member.round:  # of its round, which is over, it will name no more
                 self._model.submissions.forget(member.worker)
-        if self._settings.mode == "sync":
-            self._model.submissions.forget("")
         for worker in rounds.registry.workers.values():
             if worker.bounded and worker.name not in self._told:
                 self._told.add(worker.name)
@@ -201,10 +196,9 @@ class Server:
         self._service.norm = norm
         return closing
 
-    def _write_registry(self) -> None:
-        self._written = clock()
+    def _note(self, *workers: Worker) -> None:
         try:
-            self._service.write_registry()
+            self._service.note(*workers)
         except OSError as error:  # after a restart they are given up once more
             log.warning("%s: cannot be written: %s", self._run.diloco_workers, error.strerror)
 
@@ -214,7 +208,7 @@ class Server:
             oldest = self._rounds.lines[min([line.round, *(member.round for member in line.members)])]
             opened = datetime.fromisoformat(oldest.time).timestamp()  # what members send for it came later
             await self._in_thread(self._model.save, line.round, line.hash, oldest.round, opened, metrics)
-            self._model.submissions.unnamed.pop("", None)  # older ones are gone
+            self._model.submissions.forget("")
 
     async def _save_last(self) -> None:
         """Before the end. Raises TrainingError."""

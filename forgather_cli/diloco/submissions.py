@@ -11,7 +11,7 @@ import math
 import os
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +42,7 @@ class Submissions:
         self.most_bytes = 2 * sum(num_bytes(shape, compression) + _HEADER for shape in shapes.values())
         """That a worker's parts may take as long as no manifest names them: twice its change."""
         self.unnamed: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        """By worker (empty: of nobody knows whom), their bytes by SHA-256, those that are still coming too."""
+        """By worker (empty: of nobody knows whom), their bytes by SHA-256, or by temporary name while they come."""
         (root / "parts").mkdir(parents=True, exist_ok=True)
         self._kept: Counter[str] = Counter()
         self._lock = threading.Lock()  # ``clean`` has a thread of its own
@@ -76,7 +76,9 @@ class Submissions:
         """Write and sync the manifest of a submission, whose parts are there. Raises OSError."""
         path = self.root / f"round-{submission.round:08d}-slot-{submission.slot:04d}.json"
         replace_file(path, json.dumps(asdict(submission)).encode(), sibling(path, "tmp"))
-        self._drop(submission.parts)
+        for held in self.unnamed.values():
+            for part in submission.parts:
+                held.pop(part, None)
 
     def sent(self, round: int, slot: int) -> Submission | None:
         """What a slot has sent for a round; a manifest that cannot be read is set aside, and its worker sends again."""
@@ -86,18 +88,10 @@ class Submissions:
 
     def forget(self, worker: str) -> None:
         """Delete the parts of a worker that no manifest names."""
-        parts = self.unnamed.pop(worker, {})
         with self._lock:
-            for part in parts:
+            for part in self.unnamed.pop(worker, ()):
                 if not self._kept[part]:
                     self.part(part).unlink(missing_ok=True)
-        self._drop(parts)
-
-    def _drop(self, parts: Iterable[str]) -> None:
-        """They are named, or gone."""
-        for held in self.unnamed.values():
-            for part in parts:
-                held.pop(part, None)
 
     def drop(self, after: int) -> None:
         """Delete manifests of later rounds than ``after``, which are gone."""

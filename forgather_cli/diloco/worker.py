@@ -359,7 +359,6 @@ class DilocoWorker:
             "files": [(name, digest) for name, digest, _, parts in told if parts],
             "targets": self._targets,
             "ranges": [list(each) for each in first(total(self._given) - total(left), self._given)],
-            "speed": self.local_step / max(self._trained_seconds, 1e-9),
             "leaves": leaves,
             "left": left,
             "step": run.state.global_step,
@@ -371,7 +370,7 @@ class DilocoWorker:
     def _manifest(self) -> dict[str, Any]:
         pending = self._pending
         assert pending is not None
-        told = {key: pending[key] for key in ("targets", "ranges", "speed", "leaves")}
+        told = {key: pending[key] for key in ("targets", "ranges", "leaves")}
         parts = [digest for _, digest in pending["files"]]
         return {"round": self._round, "hash": self._hash, "parts": parts, **told, **self._report()}
 
@@ -466,12 +465,8 @@ class DilocoWorker:
         """Of each rank. The round's first weights are not there: the server has them."""
         counts = [self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments]
         stands = {name: getattr(self, f"_{name}") for name in _STANDS}
-        return {
-            **stands,
-            **{name: getattr(self, name) for name in _TRAINED},
-            "counts": counts,
-            **self._exchange.state_dict(),
-        }
+        trained = {name: getattr(self, name) for name in _TRAINED}
+        return {**stands, **trained, "counts": counts, **self._exchange.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._joined, self._flight, self._brought = False, None, None
@@ -485,20 +480,12 @@ class DilocoWorker:
 
     def facts(self) -> dict[str, float]:
         """How the exchanges go, for logs: counts, seconds, bytes of all ranks; the norm is of the last round."""
-        own = (
-            "sync_count",
-            "local_step",
-            "sync_every",
-            "reconnections",
-            "dylu_adjustments",
-            "staleness",
-            "total_sync_time",
-        )
+        own = (*_TRAINED, "sync_count", "reconnections", "dylu_adjustments", "staleness")
         found = {name: getattr(self, name) for name in own} | {
             "sync_retries": self._link.retries,
+            "sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
             "bytes_sent": self._link.sent,
             "bytes_received": self._link.received,
-            "sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
             "norm": self.pseudo_gradient_norm,
         }
         return {f"diloco/{name}": value for name, value in found.items() if not math.isnan(value)}
