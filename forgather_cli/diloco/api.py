@@ -381,16 +381,10 @@ def status(service: Service) -> dict[str, Any]:
     state = "stopping" if service.over or service.wants_stop else "computing" if rounds.closing else "training"
     facts = {key: getattr(service.settings, key) for key in ("sync_every", "compression", "max_rounds")}
     shown = ("host", "pid", "run", "step", "tokens_per_second", "sent", "received", "bounded")
-    workers = [
-        {
-            "worker": name,
-            "slot": rounds.slots.get(name),
-            "state": _worker_state(rounds, worker),
-            **{key: getattr(worker, key) for key in shown},
-            "silent": now - worker.heard,
-        }
-        for name, worker in sorted(rounds.registry.workers.items())
-    ]
+    workers = []
+    for name, worker in sorted(rounds.registry.workers.items()):
+        known = {key: getattr(worker, key) for key in shown} | {"silent": now - worker.heard}
+        workers.append({"worker": name, "slot": rounds.slots.get(name), "state": _state_of(worker, rounds), **known})
     return {
         "state": state if line is not None or service.over else "waiting",
         "run": str(service.run.root),
@@ -411,8 +405,8 @@ def status(service: Service) -> dict[str, Any]:
     }
 
 
-def _worker_state(rounds: Rounds, worker: Worker) -> str:
-    member = None if rounds.line is None else rounds.line.member(worker.name)
+def _state_of(worker: Worker, rounds: Rounds) -> str:
+    member = rounds.member(worker.name)
     if worker.is_gone:
         return "evicted" if worker.evicted else "left"
     if member is None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -163,8 +163,10 @@ class GlobalModel:
         None where there is no checkpoint, and the ledger as far as it can be made again from there. Newer checkpoints
         are set aside. Raises SetupError where none is healthy.
         """
-        at, spoiled = None, dict[Path, str]()
-        for reader in self._candidates():
+        at, spoiled, level = None, dict[Path, str](), self._config.verify_checkpoint
+        newest = newest_valid(self.run, level)  # the others, newest first, are verified as they are asked for
+        older = [reader for reader in healthy_ones(self.run) if reader.step < newest.step] if newest else []
+        for reader in chain([newest] if newest else [], whole_ones(older, level)):
             try:
                 at = self._restore(reader, ledger)
                 why = self._why_spoiled(ledger[1 : at + 1]) if looks else ""
@@ -193,13 +195,6 @@ class GlobalModel:
             why = told or f"{self.run.checkpoints}: newer ones than that of round {at} are damaged"
             log.warning("%s; set aside: the run goes on from round %d%s", why, len(kept) - 1, back)
         return at, kept
-
-    def _candidates(self) -> Iterator[Reader]:
-        """The whole checkpoints, newest first, verified as they are asked for."""
-        level = self._config.verify_checkpoint
-        if (newest := newest_valid(self.run, level)) is not None:
-            yield newest
-            yield from whole_ones([reader for reader in healthy_ones(self.run) if reader.step < newest.step], level)
 
     def _why_spoiled(self, lines: Sequence[Line]) -> str:
         """What cannot be right of the weights as they are, of their momentum, or of what these lines have counted;

@@ -103,12 +103,8 @@ class Link:
             if tries == 0:
                 log.warning("%s; trying again for %.0f s", failures[0], allowed)
             if told[0][1] > allowed:
-                self.end(
-                    ExitStatus(
-                        run.world.rank, Kind.STOPPED, STOPPED,
-                        f"stopped: {failures[0]}, for {allowed:g} s; start it, and resume this run",
-                    )
-                )  # fmt: skip
+                why = f"stopped: {failures[0]}, for {allowed:g} s; start it, and resume this run"
+                self.end(ExitStatus(run.world.rank, Kind.STOPPED, STOPPED, why))
                 return False
             self.retries += 1
             time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])

@@ -46,8 +46,8 @@ class Worker:
     heard: float = 0.0
     stood: int | None = None
     """The newest round that it was offered."""
-    offered: float = 0.0
-    """When that was, by ``clock``."""
+    offered: float = -1e9
+    """When that was, by ``clock``, or when it came into a run that had begun; else long ago."""
     speed: float | None = None
     """Steps per second of its last round, from the offer to its submission."""
     bounded: str = ""

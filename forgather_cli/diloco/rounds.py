@@ -72,8 +72,6 @@ class Rounds:
         """Targets of all counted submissions of closed rounds."""
         self._arrived: dict[int, float] = {}
         """When that was, by slot."""
-        self._settled: list[Submission] = []
-        """What the closing round ends with, the rejected too, in slot order."""
         self._sizes: Sizes = ()
         """Of the weights that the closing round started from."""
         self._norms: dict[tuple[str, int], tuple[float, int]] = {}
@@ -88,7 +86,8 @@ class Rounds:
         for line in ledger:
             self.append(line, now)
         for member in self.members:  # whoever it is where workers.json was lost
-            self.registry.workers.setdefault(member.worker, Worker(member.worker, "", member.batch, heard=now))
+            lost = Worker(member.worker, "", member.batch, heard=now, stood=member.round, offered=now)
+            self.registry.workers.setdefault(member.worker, lost)
 
     @property
     def line(self) -> Line | None:
@@ -161,12 +160,14 @@ class Rounds:
                 self._refuse(f"{wire.MAX_MEMBERS} workers have registered, which is the most; wait until one has left")
         generation = secrets.randbits(52)  # which nobody guesses, and JSON holds
         worker = Worker(
-            name, secret, batch, generation=generation, heard=now, offered=now if standing else 0.0,
+            name, secret, batch, generation=generation, heard=now,
             last_round=round if told.get("leaves") and stood == "known" else None,
             **{key: told[key] for key in ("host", "pid", "run", "dylu") if key in told},
         )  # fmt: skip
         if before is not None:
             worker.stood, worker.offered, worker.speed = before.stood, before.offered, before.speed
+        elif standing:  # so that a new name is no faster than one that is known
+            worker.offered = now
         there = {each.name: each for each in self.live()} | {name: worker}
         usual = _median(each.batch for each in there.values())
         for each in there.values() if self._is_bounded(len(there)) else ():
@@ -203,11 +204,11 @@ class Rounds:
         if member is None or member.round <= after or (self.closing is not None and not self._is_async):
             return None
         number = member.round
+        if now < self.begins(worker):
+            if self._usual_speed():
+                worker.bounded = f"round {number}: {self.why_waiting(worker, now)}"
+            return None
         if worker.stood != number:
-            if now < self.begins(worker):
-                if self._usual_speed():
-                    worker.bounded = f"round {number}: {self.why_waiting(worker, now)}"
-                return None
             worker.stood, worker.offered = number, now
         return {
             "state": wire.OPEN, "round": number, "hash": self.lines[number].hash, "slot": member.slot,
@@ -221,7 +222,7 @@ class Rounds:
         of the members, one that joins them counted from its registration.
         """
         member, usual = self.member(worker.name), self._usual_speed()
-        if member is None or usual is None:
+        if member is None or member.round == worker.stood or usual is None:
             return -math.inf
         return worker.offered + (member.steps / (_RATE * usual) if usual else _UNHEARD)
 
@@ -237,8 +238,7 @@ class Rounds:
 
     def why_waiting(self, worker: Worker | None = None, now: float = 0.0) -> str:
         """What a worker without a round waits for."""
-        member = worker and self.member(worker.name)
-        if worker and member and member.round != worker.stood and (left := self.begins(worker) - now) > 0:
+        if worker and (left := self.begins(worker) - now) > 0:
             what = "is offered no rounds faster than by twice the median speed of the members, which is measured"
             return f"it {what} (diloco.max_share); its next one begins in {left:.0f} s, or once more have sent"
         if self.line is None:
@@ -450,19 +450,18 @@ class Rounds:
             nobody_left = not self.waited_for() and bool(counted or self.live())
             is_due = nobody_left or bool((counted and enough) or (settled and overdue))
         if is_due:
-            self._settled, self._sizes = settled, sizes
+            self._sizes = sizes
             self.closing = self._closed(line, settled)
         return self.closing
 
     def without_largest(self) -> Closed:
         """How the closing round ends without the largest of its changes, since fp32 cannot hold what comes of them."""
-        assert self.line is not None
         assert self.closing is not None
         largest = max((sent for sent, _ in self.closing.submissions), key=lambda sent: math.hypot(*sent.norms))
         why = f"its change, of the norm {math.hypot(*largest.norms):.3g}, makes weights that fp32 cannot hold"
-        rejected = replace(largest, rejected=why)
-        self._settled = [rejected if sent is largest else sent for sent in self._settled]
-        self.closing = self._closed(self.line, self._settled)
+        kept = [sent for sent, _ in self.closing.submissions if sent is not largest]
+        settled = [*kept, *self.closing.offered, replace(largest, rejected=why)]
+        self.closing = self._closed(self.lines[-1], sorted(settled, key=lambda sent: sent.slot))
         return self.closing
 
     def _closed(self, line: Line, settled: Sequence[Submission]) -> Closed:
@@ -488,14 +487,11 @@ class Rounds:
 
     def _is_last_straw(self, name: str) -> bool:
         """Whether one more rejection is too many in a row for a worker."""
-        before = 0
-        for closed in (line.closed for line in reversed(self.lines)):
-            if closed is not None and any(sent.worker == name for sent, _ in closed.submissions):
-                return False
-            before += closed is not None and any(who == name for who, _ in closed.rejected)
-            if before == wire.MAX_REJECTED - 1:
-                return True
-        return False
+        rejected = []  # or counted, of all that it has sent
+        for closed in (line.closed for line in self.lines if line.closed):
+            rejected += [False for sent, _ in closed.submissions if sent.worker == name]
+            rejected += [True for who, _ in closed.rejected if who == name]
+        return rejected[1 - wire.MAX_REJECTED :] == [True] * (wire.MAX_REJECTED - 1)
 
     def opening(self, time: str) -> Line:
         """The line that ends the closing round, if there is one, and opens the next with those who are here."""

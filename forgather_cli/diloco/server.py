@@ -145,9 +145,8 @@ class Server:
             what = f"{self._run.rounds}: cannot be written: {error.strerror}"
             raise TrainingError(f"{what}; make room, then resume") from error
         rounds.append(line, clock())
-        stand = {member.worker: member.round for member in line.members}
         for member in rounds.lines[-2].members if closing else ():
-            if stand.get(member.worker) != member.round:  # of its round, which is over, it will name no more
+            if member not in line.members:  # of its round, which is over, it will name no more
                 self._model.submissions.forget(member.worker)
         for worker in rounds.registry.workers.values():
             if worker.bounded and worker.name not in self._told:
@@ -173,12 +172,8 @@ class Server:
             self._metrics.add(metrics, step=line.round, epoch=0.0)
         except OSError as error:
             log.warning("%s: lacks round %d: %s", self._run.metrics, line.round, error.strerror)
-        absent = {
-            "missing": closing.missing,
-            "rejected": [name for name, _ in closing.rejected],
-            "evicted": closing.evicted,
-            "left": closing.left,
-        }
+        absent = {what: getattr(closing, what) for what in ("missing", "evicted", "left")}
+        absent["rejected"] = [name for name, _ in closing.rejected]
         told = "".join(f", {what} {', '.join(who)}" for what, who in absent.items() if who)
         what = f"round {line.round - 1} of {len(closing.submissions)} workers: {targets:,} targets"
         print(f"{what}, norm {self._service.norm:.4g}, {seconds:.1f} s{told}", flush=True)

@@ -8,7 +8,7 @@ Members are in this process, by a clock of its own: real steps of AdamW on a sma
 ``Rounds`` and ``OuterStep``, with nothing between them. Five members, eight rounds of ten steps, outer momentum 0.5. A
 lie is told by one of five, and by two of five with ``max_share=1``; the loss on held-out text after rounds 3, 5 and 8
 is compared with that of five honest members, and must be within ``NEAR`` of it. With ``max_share=null``, the control,
-it need not.
+it must not, in the modes where the lie is one (``harms``).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class Told:
     round: int
     """Of the liar's own, from 0 on."""
     most: float
-    """``max_share``, or 9 without."""
+    """``max_share``, or 99 without."""
 
 
 Lie = Callable[[Told], Weights]
@@ -212,8 +212,8 @@ LIES: dict[str, tuple[Lie, dict[str, Any]]] = {
     "often": (_often, {"instant": True}),
     "nine": (_nine, {}),
     "in-turn": (_fragments_in_turn, {}),
-    "speed": (_turned, {"instant": True, "dylu": True}),
-    "silent": (_turned, {"silent": True}),
+    "speed": (_turned, {"instant": True, "dylu": True, "harms": ("async", "dylu")}),
+    "silent": (_turned, {"silent": True, "harms": ()}),  # what bounds it is round_timeout
     # of our own
     "cancels": (_cancels, {"instant": True}),
     "creeps": (_creeps, {}),
@@ -260,7 +260,7 @@ class Simulation:
         self.names = {each: self.outer.names([each]) for each in range(count)}
         self.lie, self.more = LIES[lie] if lie else (None, {})
         self.liars = set("abcde"[members - liars : members]) if lie else set()
-        self.most = max_share or 9.0
+        self.most = max_share or 99.0
         self.last = {name: values.clone() for name, values in world.initial.items()}
         self.result = Run()
         self._norm = {fragment: 1.0 for fragment in self.names}
@@ -433,7 +433,8 @@ def table(
                 began = time.monotonic()
                 found = Simulation(world, mode, lie=lie, liars=liars, max_share=share).run().losses
                 apart = [found.get(r, math.nan) - honest[r] for r in (3, 5, 8)]
-                bad = kind != "control" and not all(each < NEAR for each in apart)
+                is_near = all(each < NEAR for each in apart)
+                bad = is_near and mode in LIES[lie][1].get("harms", MODES) if kind == "control" else not is_near
                 say(f"{mode:10} {lie:10} {kind:8}" + "  ".join(f"{each:+7.3f}" for each in apart)
                     + ("  FAILED" if bad else "") + f"  ({time.monotonic() - began:.0f} s)")  # fmt: skip
                 if bad:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from diloco_influence import NEAR, Simulation, World, honest
+from diloco_influence import LIES, NEAR, Simulation, World, honest, table
 
 TINY = ("model.num_hidden_layers=1", "model.hidden_size=32", "model.intermediate_size=32",
         "model.num_attention_heads=2", "model.num_key_value_heads=1")  # fmt: skip
@@ -23,6 +23,14 @@ def test_one_of_five_who_lies_costs_little_and_ruins_what_is_not_bounded(world: 
     truth = Simulation(world, mode, rounds=5).run().losses[5]
     assert Simulation(world, mode, lie=lie, liars=1, rounds=5).run().losses[5] < truth + NEAR
     assert not Simulation(world, mode, lie=lie, liars=1, max_share=None, rounds=5).run().losses[5] < truth + 1
+
+
+def test_a_lie_that_does_no_damage_where_nothing_is_bounded_is_no_lie(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The campaign's control: else what is borne would be borne without a bound too."""
+    monkeypatch.setitem(LIES, "honest", (lambda told: told.honest, {}))
+    assert table(world, ["sync"], ["honest", "nine"], ["control"], print) == ["sync, honest, control"]
 
 
 @pytest.mark.parametrize("mode", ["sync", "fragments", "async"])

@@ -404,6 +404,46 @@ def test_in_async_mode_nobody_begins_rounds_much_faster_than_the_median(tmp_path
         assert next_at("a", 0.1)
 
 
+def test_in_async_mode_a_new_name_is_no_faster_than_a_known_one() -> None:
+    made = opened("abcd", mode="async", sync_every=10)
+    for name, speed in zip("abcd", (1.0, 1.0, 2.0, 1.0), strict=True):
+        made.registry.workers[name].speed = speed
+    sent, now = 0, 1000.0
+    for number in range(400):  # a liar registers anew for each round, and sends at once
+        now += 0.1
+        name = f"liar{sent}"
+        if name not in made.registry.workers:
+            join(made, name, now)
+            step(made, now)
+        if made.offer(made.registry.workers[name], -1, now) is not None:
+            member = made.line.member(name)
+            told = (member.slot, name, member.round, (f"{name}{number}",), 10, member.ranges)
+            made.arrived(Submission(*told, norms=(1.0,)), now)
+            made.registry.workers[name].left = True
+            sent += 1
+    assert 7 <= sent <= 8, "in 40 s, at twice a speed of one step per second, as a known one"
+
+
+@pytest.mark.parametrize("settings", [{}, {"max_share": None}])
+def test_an_async_server_goes_on_without_workers_json_or_with_one_that_lacks_members(settings: dict[str, Any]) -> None:
+    made = opened("abcd", mode="async", **settings)
+    for name in "abc":
+        made.offer(made.registry.workers[name], -1, 1.0)
+        member = made.line.member(name)
+        told = (member.slot, name, member.round, (f"{name}{member.round}",), 10, member.ranges)
+        made.arrived(Submission(*told, norms=(1.0,)), 2.0)
+        while step(made, 2.0):
+            pass
+    for kept in ("", "a", "bd"):
+        registry = Registry(workers={name: made.registry.workers[name] for name in kept})
+        again = Rounds(made.settings, initial="i", model=MODEL, ledger=made.lines, registry=registry, now=3.0)
+        assert sorted(again.registry.workers) == list("abcd")
+        for name in "abcd":
+            join(again, name, 3.0)
+        send(again, "d", 4.0)
+        assert step(again, 4.0).closed.submissions[0][1] > 0
+
+
 def test_a_batch_far_above_the_others_is_refused() -> None:
     made = rounds(workers=3)
     join(made, "z", batch=2**20)
@@ -416,11 +456,14 @@ def test_a_batch_far_above_the_others_is_refused() -> None:
     assert made.registry.workers["z"].evicted, "who came before there were three is seen then"
     with pytest.raises(WireError, match="batch: z") as caught:
         made.worker(made.registry.workers["z"].generation, 0.0)
-    join(made, "c"), join(made, "d")
+    made = rounds(workers=3)
+    join(made, "a", batch=8), join(made, "b", batch=8 * 64), join(made, "c", batch=8)
     step(made, 0.0)
-    join(made, "b", batch=4 * 64)
-    made.registry.workers["b"].batch = 4 * 65
-    join(made, "b", batch=4 * 65)  # it is a member, and may come back
+    join(made, "a"), join(made, "c")
+    join(made, "b", batch=8 * 64)  # it is a member, and may come back
+    with pytest.raises(WireError, match="batch: b"):
+        join(made, "b", batch=8 * 64 + 1)
+    assert not made.registry.workers["b"].evicted, "the one of before goes on"
     trusted = rounds(max_share=None)
     join(trusted, "a"), join(trusted, "b"), join(trusted, "c", batch=2**20)
 
@@ -445,8 +488,11 @@ def test_there_are_so_many_workers_at_most_and_those_who_have_left_make_room(mon
     ("needed", "sent", "ends"),
     [
         ((), 0, math.inf),  # with nothing sent it would be for nothing
-        ((30.0,), 1, 3600.0),
-        ((30.0, 50.0), 2, 3600.0),
+        ((30.0,), 1, 3630.0),
+        ((30.0, 50.0), 2, 3630.0),
+        ((5000.0,), 1, 8600.0),  # rounds of more than an hour
+        ((5000.0, 6000.0), 2, 8600.0),
+        ((5000.0, 6000.0, 7000.0), 3, 70000.0),
         ((30.0, 50.0, 40.0), 3, 600.0),
         ((30.0, 90.0, 80.0), 3, 900.0),
         ((30.0, 90.0, 80.0, 500.0), 4, 900.0),
@@ -465,6 +511,20 @@ def test_a_round_ends_without_who_sends_nothing(needed: tuple[float, ...], sent:
     forever = opened("ab", eviction=None, round_timeout=None)
     send(forever, "a", 1.0)
     assert step(forever, 1e9) is None
+
+
+def test_one_who_sends_at_once_ends_no_round_that_takes_the_others_more_than_an_hour() -> None:
+    """Once it is known what half of them need."""
+    made = opened("abcde", eviction=None)
+    for name in "abcde":
+        send(made, name, 5000.0)
+        step(made, 5000.0)
+    assert made.line.round == 1
+    send(made, "a", 5001.0)
+    assert step(made, 5000.0 + 5000.0 + 3599.9) is None
+    assert step(made, 5000.0 + 5000.0 + 3600.0).closed.missing == tuple("bcde")
+    send(made, "a", 13_601.0)
+    assert step(made, 13_600.0 + 5000.0 + 3599.9) is None, "a round that ends without them is no measure"
 
 
 def test_a_quorum_is_of_those_that_count(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from whole_batch import equal
 from forgather_cli.cli.app import app
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco.ledger import read_ledger
-from forgather_cli.diloco.serve import listening
+from forgather_cli.diloco.serve import listening, token_of
 from forgather_cli.errors import SetupError
 from forgather_cli.inference.source import load_source
 from forgather_cli.run_dir import RunDir
@@ -349,11 +349,81 @@ def test_parts_that_nobody_names_are_bounded_and_go_with_the_round(tmp_path: Pat
             assert worker.submit(worker.change(0))["status"] == "pending"
         for worker in workers:
             assert worker.next(0)["round"] == 1
-        assert stored() < 3 * size, "what was named, until a save"
+        assert stored() == 6 * size, "what was named, and what is of nobody knows whom, until a save"
         assert put(bytes([0]) * size, a) == 202
         a.register()
         assert put(bytes([1]) * size, a) == 202
         assert put(bytes([0]) * size, a) == 202, "those of its start before are gone"
+
+
+def half_sent(client: Client, content: bytes, generation: int) -> socket.socket:
+    """A PUT of a part that has come to its middle."""
+    head = (
+        f"PUT /parts/{hashlib.sha256(content).hexdigest()} HTTP/1.1\r\nHost: x\r\nForgather-Wire: {client.version}\r\n"
+    )
+    head += f"Authorization: Bearer {client.token}\r\nForgather-Generation: {generation}\r\n"
+    connection = socket.create_connection(("127.0.0.1", client.port))
+    connection.settimeout(60)
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content[: len(content) // 2])
+    return connection
+
+
+def test_a_part_that_comes_twice_at_once_is_counted_once_and_stays(tmp_path: Path) -> None:
+    with serving(tmp_path / "run", *TINY, "diloco.compression=fp32", "diloco.workers=2") as served:
+        a, b = workers = [FakeWorker(served.client, name, num_parts=1) for name in "ab"]
+        for worker in workers:
+            worker.register()
+        for worker in workers:
+            worker.next(-1)
+        folder = served.run.submissions / "parts"
+        ((content,), size) = a.parts(a.change(0)), len(a.parts(a.change(0))[0])
+        names = [hashlib.sha256(bytes([number]) * size).hexdigest() for number in range(3)]
+
+        def put(number: int) -> int:
+            whose = {"Forgather-Generation": str(b.generation)}
+            return served.client.ask("PUT", f"/parts/{names[number]}", bytes([number]) * size, **whose).status
+
+        def coming() -> int:
+            return len(list(folder.glob(".tmp-*")))
+
+        with half_sent(served.client, bytes([0]) * size, b.generation):
+            until(coming)
+        until(lambda: not coming())
+        assert put(0) == 202
+        with half_sent(served.client, content, a.generation) as slow:
+            until(coming)
+            assert a.submit(a.change(0))["status"] == "pending", "its parts have come by another connection"
+            slow.sendall(content[len(content) // 2 :])
+            assert b" 202 " in slow.recv(1000)
+        with half_sent(served.client, bytes([1]) * size, b.generation):
+            until(coming)
+            assert put(1) == 413, "twice of it, and another one, are too many"
+        until(lambda: not coming())
+        assert [put(1), put(2)] == [202, 413], "the one that was cut takes nothing of its count"
+        a.register()  # what it has sent and not named goes
+        assert (folder / f"{hashlib.sha256(content).hexdigest()}.safetensors").exists()
+
+
+def test_in_async_mode_parts_of_nobody_knows_whom_go_with_each_save(tmp_path: Path) -> None:
+    settings = (*TINY, "diloco.compression=fp32", "diloco.mode=async", "diloco.workers=2", "diloco.save_every=1")
+    with serving(tmp_path / "run", *settings) as served:
+        a, b = workers = [FakeWorker(served.client, name, shows_generation=name == "a") for name in "ab"]
+        for worker in workers:
+            worker.register()
+        for worker in workers:
+            worker.next(-1)
+        size = sum(map(len, a.parts(a.change(0))))
+        for round in range(3):
+            for number in range(5):
+                content = bytes([10 * round + number]) * size
+                answer = served.client.ask("PUT", f"/parts/{hashlib.sha256(content).hexdigest()}", content)
+                assert answer.status == (202 if number < 4 else 413)
+            assert a.submit(a.change(round))["status"] == "counted"
+            a.next(round)
+            until(lambda: served.client.status()["checkpoint"] == round + 1)
+            stored = (served.run.submissions / "parts").glob("*.safetensors")
+            until(lambda: sum(path.stat().st_size == size for path in stored) == 0)
+        assert b.submit(b.change(0))["status"] == "counted", "what it names is kept"
 
 
 def test_many_registrations_do_not_rewrite_the_file_of_all(tmp_path: Path) -> None:
@@ -409,6 +479,17 @@ def test_submissions_that_do_not_count(worker: FakeWorker) -> None:
     assert worker.client.post("/heartbeat", generation=worker.generation, **heartbeat) == {"state": "ok"}
     (shown,) = worker.client.status()["workers"]
     assert (shown["step"], shown["tokens_per_second"]) == (7, 12.5)
+
+
+def test_a_token_that_is_too_short_is_told_by_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "token").write_text("short")
+    with pytest.raises(SetupError, match=r"diloco\.token_file: .*token must hold 16 letters"):
+        token_of(tmp_path / "unused", "DILOCO_TOKEN", str(file))
+    monkeypatch.setenv("DILOCO_CONTROL_TOKEN", "short")
+    with pytest.raises(SetupError, match=r"DILOCO_CONTROL_TOKEN: .*kept must hold 16 letters"):
+        token_of(tmp_path / "kept", "DILOCO_CONTROL_TOKEN")
 
 
 def test_a_port_in_use_is_a_set_up_mistake(served: Served) -> None:
