@@ -24,6 +24,7 @@ from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.diloco.wire import WireError
 from forgather_cli.documents.fields import ANYTHING, FLAG, FieldError, FieldKind, check_fields, list_of, optional
 from forgather_cli.documents.regular_files import append, write_whole
+from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir, is_name
 
 log = logging.getLogger(__name__)
@@ -96,10 +97,13 @@ class Service:
             return replace(sent, rejected=why[:_MOST_REASON])
         fragments = self.rounds.fragments_of(sent.round, leaves=sent.leaves)
         try:
-            norms = self.model.submissions.norms(sent.parts, [self.model.outer.names([each]) for each in fragments])
+            content = self.model.submissions.open(sent.parts)
+            return replace(sent, norms=content.norms([self.model.outer.names([each]) for each in fragments]))
         except ValueError as error:
-            return replace(sent, rejected=str(error)[:_MOST_REASON])
-        return replace(sent, norms=norms)
+            why = str(error)
+        except (CheckpointError, OSError, KeyError, TypeError, AttributeError) as error:
+            why = f"a part cannot be read: {error}"
+        return replace(sent, rejected=why[:_MOST_REASON])
 
     def note(self, *workers: Worker) -> None:
         """Keep what is known of these workers, in one line more; or of all where none is named, or there are too many

@@ -61,7 +61,7 @@ class Rounds:
         ``dropped``: hashes of rounds that the server itself has gone back from.
         """
         self.settings, self._initial, self._model, self._dropped = settings, initial, model, dropped
-        self.registry = registry or Registry()
+        self._is_async, self.registry = settings.mode == "async", registry or Registry()
         self.lines: list[Line] = []
         self.slots: dict[str, int] = {}
         self.sent: dict[int, Submission] = {}
@@ -397,10 +397,10 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------- what follows
 
     def live(self, round: int | None = None) -> list[Worker]:
-        """Workers that have registered, are not given up and take part in ``round`` (None: the next), by name."""
+        """Workers that have registered, are not given up and take part in ``round`` (None: the next)."""
         number = len(self.lines) if round is None else round
-        workers = sorted(self.registry.workers.values(), key=lambda worker: worker.name)
-        return [each for each in workers if not each.is_gone and (each.last_round is None or number <= each.last_round)]
+        there = [worker for worker in self.registry.workers.values() if not worker.is_gone]
+        return [worker for worker in there if worker.last_round is None or number <= worker.last_round]
 
     def evict(self, now: float) -> list[Worker]:
         """Give up the workers that were not heard of for ``eviction`` seconds; returns them."""
@@ -429,9 +429,7 @@ class Rounds:
             return None
         if self._is_async:  # the first that has come, while the other members go on
             settled = list(self.sent.values())[:1]
-            there = [each.worker for each in line.members if not self.registry.workers[each.worker].is_gone]
-            few = 2 * sum((name, 0) in self._norms for name in there) <= len(there)  # to compare the first ones with
-            waits = few and self._is_bounded(len(there)) and now - self.opened < _UNHEARD
+            waits = self._usual_speed() == 0 and now - self.opened < _UNHEARD  # there is too little to compare it with
             is_due = bool(settled and not waits) or any(line.member(worker.name) is None for worker in self.live())
         else:
             settled = [sent for _, sent in sorted(self.sent.items())]
@@ -558,10 +556,6 @@ class Rounds:
             return {0}
         stand = {line.round, line.round - 1, *(member.round for member in line.members)}
         return {version for round in stand for version in versions(self.lines, round, count)}
-
-    @property
-    def _is_async(self) -> bool:
-        return self.settings.mode == "async"
 
 
 def _median(numbers: Iterable[float]) -> float:

@@ -26,7 +26,7 @@ from forgather_cli.diloco.fragments import Shapes
 from forgather_cli.diloco.ledger import Submission
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.documents.regular_files import open_file, read_json_object, read_state
-from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.errors import SetupError
 
 _HEADER = 512
 """Bytes that a tensor takes in the headers of its parts."""
@@ -123,15 +123,6 @@ class Submissions:
     def open(self, parts: Sequence[str]) -> Sent:
         """What these parts hold. Raises CheckpointError, OSError or what parsing raises for files that are none."""
         return Sent([_Part(self.part(sha256)) for sha256 in parts], self._shapes, self._compression)
-
-    def norms(self, parts: Sequence[str], fragments: Sequence[Collection[str]]) -> tuple[float, ...]:
-        """The norms of the change that these parts are, one for the parameters of each fragment: reads all of them.
-        Raises ValueError that says why they are none.
-        """
-        try:
-            return self.open(parts).norms(fragments)
-        except (CheckpointError, OSError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a part cannot be read: {error}") from error
 
 
 class Sent:

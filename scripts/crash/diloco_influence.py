@@ -207,7 +207,7 @@ def _noise(told: Told) -> Weights:
 
 LIES: dict[str, tuple[Lie, dict[str, Any]]] = {
     # of the issue
-    "batch": (_turned, {"batch": MAX_BATCH}),
+    "batch": (_turned, {"batch": MAX_BATCH, "harms": ("sync", "fragments")}),
     "batch-nine": (_nine, {"batch": MAX_BATCH}),
     "often": (_often, {"instant": True}),
     "nine": (_nine, {}),

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -413,6 +414,14 @@ def test_in_async_mode_parts_of_nobody_knows_whom_go_with_each_save(tmp_path: Pa
         for worker in workers:
             worker.next(-1)
         size = sum(map(len, a.parts(a.change(0))))
+
+        def is_saved(number: int) -> bool:
+            return served.client.status()["checkpoint"] == number
+
+        def stored() -> int:
+            files = (served.run.submissions / "parts").glob("*.safetensors")
+            return sum(path.stat().st_size == size for path in files)
+
         for round in range(3):
             for number in range(5):
                 content = bytes([10 * round + number]) * size
@@ -420,9 +429,8 @@ def test_in_async_mode_parts_of_nobody_knows_whom_go_with_each_save(tmp_path: Pa
                 assert answer.status == (202 if number < 4 else 413)
             assert a.submit(a.change(round))["status"] == "counted"
             a.next(round)
-            until(lambda: served.client.status()["checkpoint"] == round + 1)
-            stored = (served.run.submissions / "parts").glob("*.safetensors")
-            until(lambda: sum(path.stat().st_size == size for path in stored) == 0)
+            until(partial(is_saved, round + 1))
+            until(lambda: not stored())
         assert b.submit(b.change(0))["status"] == "counted", "what it names is kept"
 
 
