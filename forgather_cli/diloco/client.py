@@ -178,13 +178,8 @@ class Client:
 
     def _failure(self, status: int, document: dict[str, Any]) -> Exception:
         why = f"the DiLoCo server at {self.address}: {document.get('error') or f'HTTP status {status}'}"
-        if status >= 500:
-            return Away(why)
-        if document.get("code") == FENCED:
-            return Fenced(why)
-        if document.get("code") == EVICTED:
-            return TrainingError(why)
-        return ConfigError(why)
+        kinds: dict[str, type[Exception]] = {FENCED: Fenced, EVICTED: TrainingError}
+        return Away(why) if status >= 500 else kinds.get(str(document.get("code")), ConfigError)(why)
 
     def _limited(self, body: Any) -> Iterator[bytes]:
         while chunk := body.read(_CHUNK):
