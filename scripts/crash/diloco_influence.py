@@ -233,8 +233,6 @@ class Run:
     rejected: int = 0
     norms: list[list[Any]] = field(default_factory=list)
     """(worker, round, norms) as they came."""
-    steps: dict[str, int] = field(default_factory=dict)
-    """That members were given."""
 
 
 class Simulation:
@@ -389,7 +387,6 @@ class Simulation:
                 self._fetch(member, offer["round"])
                 if name in self.liars and self.more.get("silent"):
                     continue
-                self.result.steps[name] = self.result.steps.get(name, 0) + offer["steps"]
                 took = offer["steps"] / (member.speed if trains[name] else INSTANT if self._is_paced else 8.0)
                 heapq.heappush(queue, (now + took, name, "sends"))
             else:

@@ -1,4 +1,9 @@
-"""Servers' runs that a version left behind which rejected by size are replayed, and go on (``golden_ledgers.py``)."""
+"""Servers' runs that a version left behind which rejected by size are replayed, and go on.
+
+Commit 7b8eec5 has served ``tests/golden/diloco-*``, with ``diloco.workers=4 diloco.compression=int4`` and
+``diloco.keep_submissions=true``, to four members as below, of whom d sent a change 500 times as large in every other
+round, which was rejected; it was ended with a round open.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +12,40 @@ import shutil
 from pathlib import Path
 
 import pytest
-from diloco.client import serving
-from diloco.golden_ledgers import CASES, GOLDEN, team, train
+from diloco.client import Client, FakeWorker, serving
 from program import forgather
 from safetensors.torch import load_file
 
+from forgather_cli.diloco.fragments import fragments
 from forgather_cli.diloco.ledger import read_ledger
 from forgather_cli.run_dir import RunDir
 
+GOLDEN = Path(__file__).parents[1] / "golden"
 
-@pytest.mark.parametrize("name", CASES)
+
+def team(client: Client) -> list[FakeWorker]:
+    """Registered, each in its round."""
+    workers = [FakeWorker(client, name, "int4", num_parts=1) for name in "abcd"]
+    for worker in workers:
+        worker.register()
+    for worker in workers:
+        worker.next(-1)
+    return workers
+
+
+def train(workers: list[FakeWorker], rounds: int) -> None:
+    """Each sends a change for the round that it stands in, and waits for its next."""
+    for _ in range(rounds):
+        before = [worker.offer["round"] for worker in workers]
+        for worker, number in zip(workers, before, strict=True):
+            names = fragments(worker.client.shapes, count := len(worker.offer["weights"]))[number % count]
+            change = {name: worker.change(number)[name] * 0.1 for name in sorted(names)}
+            worker.submit(change, 16 + 16 * (worker.name == "b"))
+        for worker, number in zip(workers, before, strict=True):
+            worker.next(number)
+
+
+@pytest.mark.parametrize("name", ["diloco-fragments", "diloco-async"])
 def test_a_run_of_before_is_replayed_and_goes_on_bit_for_bit(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
