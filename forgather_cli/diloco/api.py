@@ -364,7 +364,7 @@ class Api:
                 await asyncio.to_thread(os.fsync, file.fileno())
             if not path.exists():  # else another one has brought it meanwhile, and it may be named by now
                 temporary.replace(path)
-                submissions.unnamed[whose][sha256] = submissions.unnamed[whose].pop(temporary.name)
+                submissions.unnamed[whose][sha256] = submissions.unnamed[whose].pop(temporary.name, size)
             await asyncio.to_thread(sync_directory, path.parent)
         finally:
             self._service.received += size

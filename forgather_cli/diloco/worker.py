@@ -231,7 +231,6 @@ class DilocoWorker:
             "pid": os.getpid(),
             "run": str(run.run_dir.root)[-wire.MAX_TEXT :],
             "model": wire.model_hash(parts.shapes),
-            "num_tensors": len(parts.shapes),
             "data": f"{description.get('fingerprint')}, seed {run.seed}",
             "tokenizer": description.get("tokenizer"),
             "batch": run.batch_plan.global_batch,

@@ -212,7 +212,7 @@ LIES: dict[str, tuple[Lie, dict[str, Any]]] = {
     "often": (_often, {"instant": True}),
     "nine": (_nine, {}),
     "in-turn": (_fragments_in_turn, {}),
-    "speed": (_turned, {"instant": True, "dylu": True, "harms": ("async", "dylu")}),
+    "speed": (_turned, {"instant": True, "dylu": True, "harms": ()}),  # what a member states of its speed is not read
     "silent": (_turned, {"silent": True, "harms": ()}),  # what bounds it is round_timeout
     # of our own
     "cancels": (_cancels, {"instant": True}),

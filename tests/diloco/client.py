@@ -107,7 +107,7 @@ class FakeWorker:
         shapes = self.client.shapes
         told = {
             "worker": self.name, "secret": f"secret of {self.name}", "host": "here", "pid": os.getpid(), "run": "run",
-            "model": model_hash(shapes.items()), "num_tensors": len(shapes), "data": "d", "tokenizer": "t",
+            "model": model_hash(shapes.items()), "data": "d", "tokenizer": "t",
             "batch": self.batch, "stated": {}, "round": None, "parent": None,
             "leaves": False, "dylu": False,
         }  # fmt: skip
