@@ -53,11 +53,10 @@ class Submissions:
 
     def has(self, sha256: str) -> bool:
         """Whether a part is there; it is wanted still then, and stays for a while."""
-        try:
+        with suppress(FileNotFoundError):
             os.utime(self.part(sha256))
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     @contextmanager
     def keeping(self, parts: Sequence[str]) -> Iterator[None]:
