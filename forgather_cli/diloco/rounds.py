@@ -86,8 +86,9 @@ class Rounds:
         for line in ledger:
             self.append(line, now)
         for member in self.members:  # whoever it is where workers.json was lost
-            lost = Worker(member.worker, "", member.batch, heard=now, stood=member.round, offered=now)
-            self.registry.workers.setdefault(member.worker, lost)
+            worker = self.registry.workers.setdefault(member.worker, Worker(member.worker, "", member.batch, heard=now))
+            if worker.stood is None:  # nor what versions before 0.3 did not know
+                worker.stood, worker.offered = member.round, now
 
     @property
     def line(self) -> Line | None:

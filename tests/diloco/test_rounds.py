@@ -439,6 +439,8 @@ def test_an_async_server_goes_on_without_workers_json_or_with_one_that_lacks_mem
         registry = Registry(workers={name: made.registry.workers[name] for name in kept})
         again = Rounds(made.settings, initial="i", model=MODEL, ledger=made.lines, registry=registry, now=3.0)
         assert sorted(again.registry.workers) == list("abcd")
+        begun = {name: (each.stood, each.offered) for name, each in again.registry.workers.items() if name not in kept}
+        assert begun == {name: (made.line.member(name).round, 3.0) for name in set("abcd") - set(kept)}
         for name in "abcd":
             join(again, name, 3.0)
         for name in "dab":  # the first ones wait, where nobody knows how fast the others are
