@@ -60,9 +60,8 @@ class Service:
     """Why training is over; empty while it is not."""
     leaving: bool = False
     """This process ends; the run may go on."""
-    wants_save: bool = False
-    wants_stop: bool = False
-    stops_now: bool = False
+    commands: set[str] = field(default_factory=set)
+    """Of control, those that are still to be followed: save, stop or stop_now."""
     norm: float | None = None
     """Of the last round's mean change."""
     received: int = 0
@@ -160,16 +159,13 @@ class Api:
 
     async def _route(self, request: Request) -> None:
         match request.method, request.path:
-            case "POST", ["register"]:
-                await request.answer(200, self._register(await request.document()))
+            case "POST", ["register" | "heartbeat" | "leave" as what]:
+                answers = {"register": self._register, "heartbeat": self._heartbeat, "leave": self._leave}
+                await request.answer(200, answers[what](await request.document()))
             case "POST", ["next"]:
                 await request.answer(200, await self._next(await request.document(), request.receive))
             case "POST", ["submit"]:
                 await request.answer(202, await self._submit(await request.document()))
-            case "POST", ["heartbeat"]:
-                await request.answer(200, self._heartbeat(await request.document()))
-            case "POST", ["leave"]:
-                await request.answer(200, self._leave(await request.document()))
             case "POST", ["control"]:
                 if not hmac.compare_digest(request.headers["authorization"].encode("latin-1"), self._control_token):
                     where = "RUN/diloco.control-token at the server"
@@ -313,9 +309,7 @@ class Api:
         command = raw.get("command")
         if command not in ("save", "stop", "stop_now"):
             raise WireError(400, f"command: must be save, stop or stop_now, got {command!r:.80}")
-        self._service.wants_save |= command == "save"
-        self._service.wants_stop |= command == "stop"
-        self._service.stops_now |= command == "stop_now"
+        self._service.commands.add(command)
         self._service.notify()
         return {"round": self._service.rounds.line.round if self._service.rounds.line else None}
 
@@ -382,7 +376,7 @@ def _note(worker: Worker, report: dict[str, Any]) -> None:
 def status(service: Service) -> dict[str, Any]:
     """What ``forgather diloco status`` shows."""
     rounds, now, line = service.rounds, service.now(), service.rounds.line
-    state = "stopping" if service.over or service.wants_stop else "computing" if rounds.closing else "training"
+    state = "stopping" if service.over or "stop" in service.commands else "computing" if rounds.closing else "training"
     facts = {key: getattr(service.settings, key) for key in ("sync_every", "compression", "max_rounds")}
     shown = ("host", "pid", "run", "step", "tokens_per_second", "sent", "received", "bounded")
     workers = []

@@ -94,10 +94,9 @@ class GlobalModel:
     def sizes(self) -> list[tuple[float, int]]:
         """Of the global weights, for each fragment: their norm, and how many they are."""
         fragments = [self.outer.names([each]) for each in range(self.settings.num_fragments)]
-        return [
-            (math.sqrt(sum(self._squares[name] for name in names)), sum(self.master[name].numel() for name in names))
-            for names in fragments
-        ]
+        norms = [math.sqrt(sum(self._squares[name] for name in names)) for names in fragments]
+        counts = [sum(self.master[name].numel() for name in names) for names in fragments]
+        return list(zip(norms, counts, strict=True))
 
     def most_targets(self, ranges: Sequence[Range], stated: int) -> int:
         """That these samples can have. Data of the user's own may have longer rows than they say, or than their first

@@ -94,6 +94,4 @@ class Registry:
                 if not 0 < at == len(lines) - 1:
                     set_aside(path, f"{path}: cannot be read ({error}); its workers register anew")
                     return cls()
-        for worker in found.workers.values():
-            worker.offered = min(worker.offered, clock())
         return found

@@ -82,7 +82,7 @@ class Rounds:
         """Seconds after which half of the members had sent, in the newest round of sync mode in which they have."""
         self.opened = now
         for worker in self.registry.workers.values():
-            worker.heard = now
+            worker.heard, worker.offered = now, min(worker.offered, now)
         for line in ledger:
             self.append(line, now)
         for member in self.members:  # whoever it is where workers.json was lost

@@ -108,7 +108,8 @@ class Server:
                 await self._save_last()
                 return ExitStatus(0, Kind.STOPPED, STOPPED, f"stopped by {signal.Signals(signum).name}")
             at_rest = rounds.line is None or not rounds.live() or ended_round
-            if self._service.stops_now or rounds.finished or (self._service.wants_stop and at_rest):
+            stops = "stop_now" in self._service.commands or ("stop" in self._service.commands and at_rest)
+            if stops or rounds.finished:
                 self._service.over = rounds.finished or "stopped by a command"
                 self._service.notify()
                 await self._save_last()
@@ -119,8 +120,8 @@ class Server:
                     tell(f"\n{rounds.finished}; raise it to go on\nnewest   {newest}")
                     return done(0, rounds.finished)
                 return ExitStatus(0, Kind.STOPPED, DONE, f"stopped by a command after {number} rounds")
-            if self._service.wants_save:
-                self._service.wants_save = False
+            if "save" in self._service.commands:
+                self._service.commands.remove("save")
                 await self._save()
             if ended_round := bool(rounds.can_open() or rounds.close(self._service.now(), self._model.sizes)):
                 await self._next_round()

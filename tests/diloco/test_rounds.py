@@ -390,7 +390,7 @@ def test_in_async_mode_nobody_begins_rounds_much_faster_than_the_median(tmp_path
     kept = Registry.read(path)
     assert {name: (each.stood, each.offered, each.speed) for name, each in kept.workers.items()} == {
         name: (each.stood, each.offered, each.speed) for name, each in made.registry.workers.items()}  # fmt: skip
-    made = Rounds(made.settings, initial="i", model=MODEL, ledger=made.lines, registry=kept)
+    made = Rounds(made.settings, initial="i", model=MODEL, ledger=made.lines, registry=kept, now=114.0)
     join(made, "c", 114.9)
     assert not next_at("c", 114.9)
     assert next_at("c", 115.0)
