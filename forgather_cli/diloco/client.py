@@ -155,9 +155,8 @@ class Client:
                 if self._connection.sock is None:
                     raise  # else a server that does not want the body has said why
             answer = self._connection.getresponse()
-            self.bucket.sent += (
-                sum(len(k) + len(v) + 4 for k, v in headers.items()) + len(method) + len(path) + 40 + (size or 0)
-            )
+            head = sum(len(key) + len(value) + 4 for key, value in headers.items())
+            self.bucket.sent += head + len(method) + len(path) + 40 + (size or 0)
             self.bucket.received += len(str(answer.headers))
             if answer.status >= 400 and not (missing and answer.status == 404):
                 raise self._failure(answer.status, _document(self._content(answer)))

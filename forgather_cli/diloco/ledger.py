@@ -105,10 +105,8 @@ class Line:
         """One line of text, without its end."""
         document = asdict(self)
         if (closed := self.closed) is not None:
-            document["closed"]["submissions"] = [
-                _document(sent) | {"weight": weight} for sent, weight in closed.submissions
-            ]
-            document["closed"]["offered"] = [_document(sent) for sent in closed.offered]
+            counted = [_document(sent) | {"weight": weight} for sent, weight in closed.submissions]
+            document["closed"] |= {"submissions": counted, "offered": [_document(sent) for sent in closed.offered]}
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod

@@ -83,9 +83,8 @@ class Link:
                 except ForgatherError as error:
                     failure = error
             bucket = self.client.bucket
-            told = gather(
-                (failure, time.monotonic() - begun, self._bidden, bucket.sent, bucket.received), run.cpu_group
-            )
+            mine = (failure, time.monotonic() - begun, self._bidden, bucket.sent, bucket.received)
+            told = gather(mine, run.cpu_group)
             self.sent, self.received = sum(each[3] for each in told), sum(each[4] for each in told)
             stops = run.sync.poll()
             failures = [each for each, *_ in told if each is not None]

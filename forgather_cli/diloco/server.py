@@ -53,14 +53,9 @@ class Server:
         if goes_back := len(kept) < len(ledger):
             model.submissions.drop(kept[-1].round)
             drop_lines(run.rounds, len(kept), run.dropped_rounds)
+        shapes, dropped, now = wire.model_hash(model.shapes.items()), hashes_of(run.dropped_rounds), clock()
         self._rounds = Rounds(
-            settings,
-            initial=initial,
-            model=wire.model_hash(model.shapes.items()),
-            ledger=kept,
-            dropped=hashes_of(run.dropped_rounds),
-            registry=registry,
-            now=(now := clock()),
+            settings, initial=initial, model=shapes, ledger=kept, dropped=dropped, registry=registry, now=now
         )
         self._service = Service(run, settings, model, self._rounds)
         if (line := self._rounds.line) is not None:
