@@ -83,6 +83,7 @@ class RunDir:
     diloco_address = _In("diloco.json")
     """Where that server listens, while it does."""
     diloco_token = _In("diloco.token")
+    diloco_control_token = _In("diloco.control-token")
     diloco_workers = _In("workers.json")
     """Who has registered with it."""
     rounds = _In("rounds.jsonl")

@@ -188,19 +188,25 @@ TokenFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="File with the server's token, else DILOCO_TOKEN is read.", show_default=False),
 ]
+ControlTokenFile = Annotated[
+    Path | None,
+    typer.Option("--control-token-file", metavar="FILE",
+                 help="File with the server's control token, else DILOCO_CONTROL_TOKEN is read.", show_default=False),
+]  # fmt: skip
 
 
-def _client(run: Path | None, server: str | None, token_file: Path | None) -> Client:
-    """To be closed: of the server that was named. Raises ConfigError, ControlError."""
+def _client(run: Path | None, server: str | None, token_file: Path | None, kind: str = "token") -> Client:
+    """To be closed: of the server that was named, with a token of this ``kind``. Raises ConfigError, ControlError."""
     from forgather_cli.diloco.client import Client
 
     if (run is None) == (server is None):
         raise ConfigError("give the server's run directory, or --server HOST:PORT")
     fail = ConfigError
-    token = read_text(token_file, fail).strip() if token_file is not None else os.environ.get("DILOCO_TOKEN", "")
+    variable = f"DILOCO_{kind.replace('-', '_').upper()}"
+    token = read_text(token_file, fail).strip() if token_file is not None else os.environ.get(variable, "")
     if server is not None:
         if not token:
-            raise ConfigError("--server: needs the server's token; set DILOCO_TOKEN, or give --token-file FILE")
+            raise ConfigError(f"--server: needs the server's {kind}; set {variable}, or give --{kind}-file FILE")
         return Client(server, token, setting="--server")
     assert run is not None
     place = RunDir(run)
@@ -209,7 +215,8 @@ def _client(run: Path | None, server: str | None, token_file: Path | None) -> Cl
     if not place.diloco_address.is_file():
         raise ControlError(f"{run}: its server does not run; forgather resume {run} goes on with it")
     known = read_json_object(place.diloco_address)
-    token = token or read_text(Path(known["token_file"]), fail).strip()
+    file = Path(known["token_file"]) if kind == "token" else place.diloco_control_token
+    token = token or read_text(file, fail).strip()
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(known["host"], known["host"])
     address = f"[{host}]:{known['port']}" if ":" in host else f"{host}:{known['port']}"
     tls = None
@@ -279,6 +286,7 @@ def _shown(status: dict[str, Any]) -> RenderableType:
     lines: list[RenderableType] = [Text(head)]
     if rows:
         lines.append(table_of(columns, rows, styles))
+    lines += [Text(f"{each['worker']}: {each['bounded']}") for each in status["workers"] if each.get("bounded")]
     return Lines(*lines, Text(status["why"]))
 
 
@@ -288,10 +296,13 @@ _STYLES = {"evicted": "dim", "left": "dim", "rejected": "red", "sent": "green"}
 @app.command(cls=Command)
 @doing("waiting for the checkpoint of the newest round")
 def save(
-    run: RunArgument = None, server: ServerOption = None, token_file: TokenFile = None, as_json: AsJson = False
+    run: RunArgument = None,
+    server: ServerOption = None,
+    control_token_file: ControlTokenFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write a checkpoint of the newest round now, and go on."""
-    with closing(_client(run, server, token_file)) as found:
+    with closing(_client(run, server, control_token_file, "control-token")) as found:
         wanted = found.call("/control", {"command": "save"})["round"]
         if wanted is None:
             raise ControlError("no round is open yet, so there is nothing to save; wait for its workers")
@@ -307,11 +318,11 @@ def stop(
     run: RunArgument = None,
     server: ServerOption = None,
     now: Annotated[bool, typer.Option("--now", help="At once: what workers train now is lost to the model.")] = False,
-    token_file: TokenFile = None,
+    control_token_file: ControlTokenFile = None,
     as_json: AsJson = False,
 ) -> None:
     """End at the end of the round: save, and tell the workers to save and end."""
-    with closing(_client(run, server, token_file)) as found:
+    with closing(_client(run, server, control_token_file, "control-token")) as found:
         found.call("/control", {"command": "stop_now" if now else "stop"})
         status = found.call("/status")
         with suppress(ControlError):  # it is gone: that is what was asked for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from forgather_cli.config.paths import walk
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _OURS = re.compile(r"[+~]*diloco([.=@]|$)")
 
@@ -41,6 +44,9 @@ def load_server_settings(overrides: Sequence[str], saved: Path | None = None) ->
         if isinstance(place, dict):
             place[last] = item.value()
             texts[key] = line.partition("=")[2].strip()
+    if isinstance(tree["diloco"], dict) and "max_change" in tree["diloco"]:  # of versions before 0.3
+        del tree["diloco"]["max_change"]
+        log.warning("diloco.max_change: counts no more, no change is rejected for its size; see diloco.max_share")
     typed = {path: path for path, _ in walk(tree)} if saved is None else {}
     try:
         settings = decode_part("diloco", DilocoServerSettings, tree, Naming(typed=typed, texts=texts))

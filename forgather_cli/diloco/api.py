@@ -5,26 +5,26 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import os
 import re
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from forgather_cli.checkpoint.files import replace_file, sibling, sync_directory
+from forgather_cli.checkpoint.files import sibling, sync_directory
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco import wire
 from forgather_cli.diloco.global_model import GlobalModel
 from forgather_cli.diloco.ledger import Submission
 from forgather_cli.diloco.outer_step import header_of
-from forgather_cli.diloco.registry import Worker
+from forgather_cli.diloco.registry import Worker, clock
 from forgather_cli.diloco.request import CHUNK, Gone, Receive, Request, Send
 from forgather_cli.diloco.rounds import Rounds
 from forgather_cli.diloco.wire import WireError
 from forgather_cli.documents.fields import ANYTHING, FLAG, FieldError, FieldKind, check_fields, list_of, optional
+from forgather_cli.documents.regular_files import append, write_whole
+from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir, is_name
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ _ROUND = re.compile(r"[0-9]{1,12}")
 _WHOLE = FieldKind(lambda value: type(value) is int and 0 <= value <= wire.MAX_NUMBER, "a whole number up to 2^53")
 _RATE = FieldKind(lambda value: type(value) in (int, float) and 0 <= value <= wire.MAX_NUMBER, "a number up to 2^53")
 _SHORT = FieldKind(
-    lambda value: isinstance(value, str) and len(value) <= wire.MAX_TEXT, "a text of up to 4096 characters"
+    lambda value: isinstance(value, str) and len(value) <= wire.MAX_TEXT, f"a text of up to {wire.MAX_TEXT} letters"
 )
 _MAPPING = FieldKind(lambda value: isinstance(value, dict), "an object")
 _COUNT, _SPEED = optional(_WHOLE), optional(_RATE)
@@ -60,15 +60,18 @@ class Service:
     """Why training is over; empty while it is not."""
     leaving: bool = False
     """This process ends; the run may go on."""
-    wants_save: bool = False
-    wants_stop: bool = False
-    stops_now: bool = False
+    commands: set[str] = field(default_factory=set)
+    """Of control, those that are still to be followed: save, stop or stop_now."""
     norm: float | None = None
     """Of the last round's mean change."""
     received: int = 0
     sent: int = 0
     """Bytes of weights."""
-    started: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=clock)
+    noted: int = 0
+    """Lines of ``RUN/workers.json`` since it was written as a whole."""
+    written: float = 0.0
+    """When that was."""
 
     def notify(self) -> None:
         """Wake what waits for a change."""
@@ -77,7 +80,7 @@ class Service:
 
     def now(self) -> float:
         """The time, at which those who wait here were heard of."""
-        now = time.monotonic()
+        now = clock()
         for worker in self.rounds.live():
             if worker.generation in self.polling:
                 worker.heard = now
@@ -93,14 +96,24 @@ class Service:
             return replace(sent, rejected=why[:_MOST_REASON])
         fragments = self.rounds.fragments_of(sent.round, leaves=sent.leaves)
         try:
-            norms = self.model.submissions.norms(sent.parts, [self.model.outer.names([each]) for each in fragments])
+            content = self.model.submissions.open(sent.parts)
+            return replace(sent, norms=content.norms([self.model.outer.names([each]) for each in fragments]))
         except ValueError as error:
-            return replace(sent, rejected=str(error)[:_MOST_REASON])
-        return replace(sent, norms=norms)
+            why = str(error)
+        except (CheckpointError, OSError, KeyError, TypeError, AttributeError) as error:
+            why = f"a part cannot be read: {error}"
+        return replace(sent, rejected=why[:_MOST_REASON])
 
-    def write_registry(self) -> None:
-        path = self.run.diloco_workers
-        replace_file(path, json.dumps(self.rounds.registry.to_document()).encode(), sibling(path, "tmp"))
+    def note(self, *workers: Worker) -> None:
+        """Keep what is known of these workers, in one line more; or of all where none is named, or there are too many
+        lines, in one line that takes the place of the others, at most once a second. Raises OSError.
+        """
+        self.noted += 1
+        if workers and (self.noted <= wire.MAX_MEMBERS or clock() - self.written < 1):
+            append(self.run.diloco_workers, self.rounds.registry.to_line(*workers))
+        else:
+            write_whole(self.run.diloco_workers, self.rounds.registry.to_line(), durable=True)
+            self.noted, self.written = 0, clock()
 
 
 _MOST_REASON = 300  # letters of a reason, which is in the ledger
@@ -109,13 +122,16 @@ _MOST_REASON = 300  # letters of a reason, which is in the ledger
 class Api:
     """The ASGI application."""
 
-    def __init__(self, service: Service, token: str) -> None:
-        self._service, self._token = service, f"Bearer {token}".encode()
+    def __init__(self, service: Service, token: str, control: str) -> None:
+        """``token``: of members; ``control``: of whoever may stop the server."""
+        self._service = service
+        self._token, self._control_token = f"Bearer {token}".encode(), f"Bearer {control}".encode()
         self._check = asyncio.Lock()  # one submission at a time is decoded to be looked at, so memory does not grow
 
     def knows(self, headers: Sequence[tuple[bytes, bytes]]) -> bool:
-        """Whether they have the token."""
-        return hmac.compare_digest(dict(headers).get(b"authorization", b""), self._token)
+        """Whether they have a token."""
+        shown = dict(headers).get(b"authorization", b"")
+        return hmac.compare_digest(shown, self._token) or hmac.compare_digest(shown, self._control_token)
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
         """Answer one request (ASGI)."""
@@ -128,11 +144,8 @@ class Api:
             if not self.knows(scope["headers"]):
                 raise WireError(401, "the token is missing or wrong: set DILOCO_TOKEN or token_file to the server's")
             if (version := headers.get(wire.VERSION_HEADER.lower())) != str(wire.WIRE_VERSION):
-                raise WireError(
-                    426,
-                    f"the wire's version is {wire.WIRE_VERSION} here, {version} there; install the same forgather on "
-                    "both",
-                )
+                what = f"the wire's version is {wire.WIRE_VERSION} here, {version} there"
+                raise WireError(426, f"{what}; install the same forgather on both")
             await self._route(request)
         except Gone:
             return
@@ -141,23 +154,22 @@ class Api:
             more = {"www_authenticate": 'Bearer realm="forgather"'} if error.status == 401 else {}
             await request.answer(error.status, document, connection="close", **more)
         except OSError as error:
-            await request.answer(
-                507, {"error": f"the server's disk: {error.strerror}; try again later"}, connection="close"
-            )
+            told = {"error": f"the server's disk: {error.strerror}; try again later"}
+            await request.answer(507, told, connection="close")
 
     async def _route(self, request: Request) -> None:
         match request.method, request.path:
-            case "POST", ["register"]:
-                await request.answer(200, self._register(await request.document()))
+            case "POST", ["register" | "heartbeat" | "leave" as what]:
+                answers = {"register": self._register, "heartbeat": self._heartbeat, "leave": self._leave}
+                await request.answer(200, answers[what](await request.document()))
             case "POST", ["next"]:
                 await request.answer(200, await self._next(await request.document(), request.receive))
             case "POST", ["submit"]:
                 await request.answer(202, await self._submit(await request.document()))
-            case "POST", ["heartbeat"]:
-                await request.answer(200, self._heartbeat(await request.document()))
-            case "POST", ["leave"]:
-                await request.answer(200, self._leave(await request.document()))
             case "POST", ["control"]:
+                if not hmac.compare_digest(request.headers["authorization"].encode("latin-1"), self._control_token):
+                    where = "RUN/diloco.control-token at the server"
+                    raise WireError(403, f"a member's token gives no control; show the one in {where}")
                 await request.answer(202, self._control(await request.document()))
             case "GET", ["status"]:
                 await request.answer(200, status(self._service))
@@ -195,8 +207,9 @@ class Api:
             raise WireError(400, f"worker: must be of letters, digits and ._-, at most 100, got {name!r:.120}")
         if not 1 <= given["batch"] <= wire.MAX_BATCH:
             raise WireError(400, f"batch: must be from 1 to {wire.MAX_BATCH} sequences, got {given['batch']}")
-        generation, stood = self._service.rounds.register(name, secret, now=time.monotonic(), **given)
-        self._service.write_registry()
+        generation, stood = self._service.rounds.register(name, secret, now=clock(), **given)
+        self._service.note(self._service.rounds.registry.workers[name])
+        self._service.model.submissions.forget(name)  # of its start before, which sends no more
         self._service.notify()
         shared = ("mode", "sync_every", "compression", "compression_down", "stochastic_rounding", "num_fragments",
                   "overlap", "alpha", "weighting", "max_rounds", "workers")  # fmt: skip
@@ -204,22 +217,23 @@ class Api:
         return {"generation": generation, "settings": told, "stood": stood}
 
     async def _next(self, raw: dict[str, Any], receive: Receive) -> dict[str, Any]:
-        given = _checked(raw, {"generation": _WHOLE, "after": _AFTER, "wait": _RATE})
-        generation, end = given["generation"], time.monotonic() + min(given["wait"], wire.MAX_WAIT)
+        given, rounds = _checked(raw, {"generation": _WHOLE, "after": _AFTER, "wait": _RATE}), self._service.rounds
+        generation, end = given["generation"], clock() + min(given["wait"], wire.MAX_WAIT)
         leaving = asyncio.ensure_future(receive())  # answers when the client goes
         self._service.polling[generation] = self._service.polling.get(generation, 0) + 1
         try:
             while True:
-                worker = self._service.rounds.worker(generation, time.monotonic())
+                worker = rounds.worker(generation, now := clock())
                 if self._service.over:
                     self._service.told.add(generation)
                     return {"state": wire.STOPPED, "reason": self._service.over}
-                if (offer := self._service.rounds.offer(worker, given["after"])) is not None:
+                if (offer := rounds.offer(worker, given["after"], now)) is not None:
+                    self._service.note(worker)
                     return offer
                 if self._service.leaving:
                     return {"state": wire.WAITING, "why": "the server has stopped, until somebody resumes its run"}
-                if (left := end - time.monotonic()) <= 0:
-                    return {"state": wire.WAITING, "why": self._service.rounds.why_waiting()}
+                if (left := end - now) <= 0:
+                    return {"state": wire.WAITING, "why": rounds.why_waiting(worker, now)}
                 change = asyncio.ensure_future(self._service.changed.wait())
                 await asyncio.wait({change, leaving}, timeout=left, return_when=asyncio.FIRST_COMPLETED)
                 change.cancel()
@@ -238,17 +252,17 @@ class Api:
         parts = tuple(sorted({str(part) for part in given["parts"]}))
         if wrong := [part for part in parts if not _SHA256.fullmatch(part)]:
             raise WireError(400, f"parts: must be SHA-256 sums in hex, got {wrong[0]!r:.80}")
-        problem, report = "", dict.fromkeys(["targets", "speed", *_REPORT])
+        problem, report = "", dict.fromkeys(["targets", *_REPORT])
         try:
-            report = _checked(raw, {"targets": _WHOLE, "speed": _SPEED, **_REPORT})
+            report = _checked(raw, {"targets": _WHOLE, **_REPORT})
         except WireError as error:
             problem = error.message
         rounds, submissions = self._service.rounds, self._service.model.submissions
-        worker = rounds.worker(given["generation"], time.monotonic())
+        worker = rounds.worker(given["generation"], clock())
         answer = rounds.answered(worker, number, parts)
         if given["leaves"]:
             worker.last_round = number
-            self._service.write_registry()
+            self._service.note(worker)
             self._service.notify()
         if answer is None:
             used = rounds.check_ranges(worker, number, given["hash"], ranges)
@@ -262,15 +276,14 @@ class Api:
                 async with self._check:
                     submission = await asyncio.to_thread(self._service.examined, submission)
                 # a newer one may have taken over meanwhile
-                worker = rounds.worker(given["generation"], time.monotonic())
+                worker = rounds.worker(given["generation"], now := clock())
                 answer = rounds.answered(worker, number, parts)
                 if answer is None:  # no pause between this and the answer: it is on disk when the round counts it
-                    submission = rounds.arrived(submission, self._service.model.sizes)
                     submissions.write(submission)
-                    worker.speed = report["speed"]
                     if report["step"] is not None:
                         _note(worker, report)
-                    rounds.submit(submission, time.monotonic())
+                    rounds.arrived(submission, now)
+                    self._service.note(worker)
                     answer = rounds.answered(worker, number, parts)
                     self._service.notify()
         assert answer is not None
@@ -278,7 +291,7 @@ class Api:
 
     def _heartbeat(self, raw: dict[str, Any]) -> dict[str, Any]:
         given = _checked(raw, {"generation": _WHOLE, **_REPORT})
-        worker = self._service.rounds.worker(given["generation"], time.monotonic())
+        worker = self._service.rounds.worker(given["generation"], clock())
         if self._service.over:
             self._service.told.add(given["generation"])
             return {"state": wire.STOPPED, "reason": self._service.over}
@@ -286,9 +299,9 @@ class Api:
         return {"state": wire.OK}
 
     def _leave(self, raw: dict[str, Any]) -> dict[str, Any]:
-        worker = self._service.rounds.worker(_checked(raw, {"generation": _WHOLE})["generation"], time.monotonic())
+        worker = self._service.rounds.worker(_checked(raw, {"generation": _WHOLE})["generation"], clock())
         worker.left = True
-        self._service.write_registry()
+        self._service.note(worker)
         self._service.notify()
         return {"state": wire.OK}
 
@@ -296,29 +309,35 @@ class Api:
         command = raw.get("command")
         if command not in ("save", "stop", "stop_now"):
             raise WireError(400, f"command: must be save, stop or stop_now, got {command!r:.80}")
-        self._service.wants_save |= command == "save"
-        self._service.wants_stop |= command == "stop"
-        self._service.stops_now |= command == "stop_now"
+        self._service.commands.add(command)
         self._service.notify()
         return {"round": self._service.rounds.line.round if self._service.rounds.line else None}
 
     async def _receive_part(self, request: Request, sha256: str) -> int:
         """Take a part to disk; returns the HTTP status. Raises WireError, Gone, OSError."""
-        submissions = self._service.model.submissions
+        submissions, rounds, whose = self._service.model.submissions, self._service.rounds, ""
         most, length = submissions.most_bytes, request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length) > most:
-            raise WireError(
-                413, f"a part of this model has at most {most} bytes, got {length:.20}; send the server's model"
-            )
+        if (generation := request.headers.get(wire.GENERATION_HEADER.lower(), "")).isdecimal():
+            whose = rounds.worker(int(generation[:20]), clock()).name
+        else:
+            most *= max(1, len(rounds.live()))
         if submissions.has(sha256):
             async for _ in request.body():
                 pass
             return 200
-        path = submissions.part(sha256)
+
+        path, coming = submissions.part(sha256), int(length[:20]) if length.isdecimal() else 0
         temporary, digest, size, held = sibling(path, "tmp"), hashlib.sha256(), 0, b""
-        file = await asyncio.to_thread(temporary.open, "wb", 0)
+
+        def hold(name: str) -> None:
+            submissions.unnamed[whose][name] = max(size, coming, most // 4096)  # so many files at most
+            if sum(submissions.unnamed[whose].values()) > most:
+                what = f"a worker's parts that no submission has named take at most {most} bytes, twice its change"
+                raise WireError(413, f"{what}; submit those that are here, and send the server's model")
+
         try:
-            with file:
+            hold(temporary.name)
+            with await asyncio.to_thread(temporary.open, "wb", 0) as file:
 
                 def write(content: bytes) -> None:
                     digest.update(content)
@@ -328,21 +347,22 @@ class Api:
 
                 async for chunk in request.body():
                     held, size = held + chunk, size + len(chunk)
-                    if size > most:
-                        raise WireError(413, f"a part of this model has at most {most} bytes; send the server's model")
+                    hold(temporary.name)
                     if len(held) >= CHUNK:
                         await asyncio.to_thread(write, held)
                         held = b""
                 await asyncio.to_thread(write, held)
                 if digest.hexdigest() != sha256:
-                    raise WireError(
-                        400, f"the body's SHA-256 is {digest.hexdigest()}, not that of its name; send it again"
-                    )
+                    what = f"the body's SHA-256 is {digest.hexdigest()}, not that of its name"
+                    raise WireError(400, f"{what}; send it again")
                 await asyncio.to_thread(os.fsync, file.fileno())
-            temporary.replace(path)
+            if not path.exists():  # else another one has brought it meanwhile, and it may be named by now
+                temporary.replace(path)
+                submissions.unnamed[whose][sha256] = submissions.unnamed[whose].pop(temporary.name, size)
             await asyncio.to_thread(sync_directory, path.parent)
         finally:
             self._service.received += size
+            submissions.unnamed[whose].pop(temporary.name, None)
             temporary.unlink(missing_ok=True)
         return 202
 
@@ -356,46 +376,35 @@ def _note(worker: Worker, report: dict[str, Any]) -> None:
 def status(service: Service) -> dict[str, Any]:
     """What ``forgather diloco status`` shows."""
     rounds, now, line = service.rounds, service.now(), service.rounds.line
-    state = "stopping" if service.over or service.wants_stop else "computing" if rounds.closing else "training"
+    state = "stopping" if service.over or "stop" in service.commands else "computing" if rounds.closing else "training"
+    facts = {key: getattr(service.settings, key) for key in ("sync_every", "compression", "max_rounds")}
+    shown = ("host", "pid", "run", "step", "tokens_per_second", "sent", "received", "bounded")
+    workers = []
+    for name, worker in sorted(rounds.registry.workers.items()):
+        known = {key: getattr(worker, key) for key in shown} | {"silent": now - worker.heard}
+        workers.append({"worker": name, "slot": rounds.slots.get(name), "state": _state_of(worker, rounds), **known})
     return {
         "state": state if line is not None or service.over else "waiting",
         "run": str(service.run.root),
-        "round": None if line is None else line.round,
-        "hash": None if line is None else line.hash,
+        "round": line and line.round,
+        "hash": line and line.hash,
         "round_seconds": now - rounds.opened,
         "waits_for": rounds.waited_for(),
         "why": rounds.why_waiting(),
         "workers_expected": service.settings.workers,
-        "sync_every": service.settings.sync_every,
-        "compression": service.settings.compression,
-        "max_rounds": service.settings.max_rounds,
+        **facts,
         "tokens": rounds.tokens,
         "outer_grad_norm": service.norm,
         "checkpoint": service.model.saved if service.model.saved >= 0 else None,
         "received": service.received,
         "sent": service.sent,
         "seconds": now - service.started,
-        "workers": [
-            {
-                "worker": worker.name,
-                "slot": rounds.slots.get(worker.name),
-                "state": _worker_state(rounds, worker),
-                "host": worker.host,
-                "pid": worker.pid,
-                "run": worker.run,
-                "step": worker.step,
-                "tokens_per_second": worker.tokens_per_second,
-                "sent": worker.sent,
-                "received": worker.received,
-                "silent": now - worker.heard,
-            }
-            for _, worker in sorted(rounds.registry.workers.items())
-        ],
+        "workers": workers,
     }
 
 
-def _worker_state(rounds: Rounds, worker: Worker) -> str:
-    member = None if rounds.line is None else rounds.line.member(worker.name)
+def _state_of(worker: Worker, rounds: Rounds) -> str:
+    member = rounds.member(worker.name)
     if worker.is_gone:
         return "evicted" if worker.evicted else "left"
     if member is None:

@@ -68,6 +68,8 @@ class Client:
         Raises ConfigError for what is no address.
         """
         self.address, self._token, self._setting = address, token, setting
+        self.headers: dict[str, str] = {}
+        """Of all requests, besides those of the wire."""
         self.bucket = bucket or TokenBucket(None)
         scheme, _, place = address.rpartition("://")
         host, _, port = place.strip("/").rpartition(":")
@@ -81,7 +83,9 @@ class Client:
 
     def copy(self) -> Client:
         """Another connection to the same server, which shares the limit on bytes per second."""
-        return Client(self.address, self._token, self.bucket, setting=self._setting, tls=self._tls)
+        made = Client(self.address, self._token, self.bucket, setting=self._setting, tls=self._tls)
+        made.headers = self.headers
+        return made
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """POST a document, or GET without one; what is answered. Raises Away, Fenced, ConfigError, and TrainingError
@@ -136,26 +140,23 @@ class Client:
         self, method: str, path: str, body: bytes | Iterator[bytes], size: int | None = None, *, missing: bool = False
     ) -> Iterator[http.client.HTTPResponse]:
         size = len(body) if isinstance(body, bytes) else size
-        headers = {"Authorization": f"Bearer {self._token}", VERSION_HEADER: str(WIRE_VERSION)}
+        headers = {"Authorization": f"Bearer {self._token}", VERSION_HEADER: str(WIRE_VERSION), **self.headers}
         headers |= {"Content-Length": str(size), "Content-Type": "application/octet-stream"} if size else {}
         try:
             if time.monotonic() - self._used > _IDLE:
                 self.close()
             if self._connection is None:
-                self._connection = (
-                    http.client.HTTPConnection(self._host, self._port, timeout=_CONNECT)
-                    if self._tls is None
-                    else http.client.HTTPSConnection(self._host, self._port, timeout=_CONNECT, context=self._tls)
-                )
+                kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
+                more: Any = {"context": self._tls} if self._tls else {}
+                self._connection = kind(self._host, self._port, timeout=_CONNECT, **more)
             try:
                 self._connection.request(method, path, body, headers)
             except (BrokenPipeError, ConnectionResetError):
                 if self._connection.sock is None:
                     raise  # else a server that does not want the body has said why
             answer = self._connection.getresponse()
-            self.bucket.sent += (
-                sum(len(k) + len(v) + 4 for k, v in headers.items()) + len(method) + len(path) + 40 + (size or 0)
-            )
+            head = sum(len(key) + len(value) + 4 for key, value in headers.items())
+            self.bucket.sent += head + len(method) + len(path) + 40 + (size or 0)
             self.bucket.received += len(str(answer.headers))
             if answer.status >= 400 and not (missing and answer.status == 404):
                 raise self._failure(answer.status, _document(self._content(answer)))
@@ -163,10 +164,9 @@ class Client:
             self._used = time.monotonic()
         except ssl.SSLCertVerificationError as error:
             self.close()
-            raise ConfigError(
-                f"{self._setting}: {self.address} has no certificate to trust ({error.verify_message}); name the file "
-                "of its own by callbacks.diloco.ca_file, or by SSL_CERT_FILE for a command"
-            ) from error
+            what = f"{self._setting}: {self.address} has no certificate to trust ({error.verify_message})"
+            remedy = "name the file of its own by callbacks.diloco.ca_file, or by SSL_CERT_FILE for a command"
+            raise ConfigError(f"{what}; {remedy}") from error
         except (OSError, http.client.HTTPException) as error:
             self.close()
             why = f"{error or type(error).__name__}"
@@ -177,13 +177,8 @@ class Client:
 
     def _failure(self, status: int, document: dict[str, Any]) -> Exception:
         why = f"the DiLoCo server at {self.address}: {document.get('error') or f'HTTP status {status}'}"
-        if status >= 500:
-            return Away(why)
-        if document.get("code") == FENCED:
-            return Fenced(why)
-        if document.get("code") == EVICTED:
-            return TrainingError(why)
-        return ConfigError(why)
+        kinds: dict[str, type[Exception]] = {FENCED: Fenced, EVICTED: TrainingError}
+        return Away(why) if status >= 500 else kinds.get(str(document.get("code")), ConfigError)(why)
 
     def _limited(self, body: Any) -> Iterator[bytes]:
         while chunk := body.read(_CHUNK):

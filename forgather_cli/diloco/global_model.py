@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.data.order import Order
 from forgather_cli.diloco.ledger import Closed, Line, unusable, versions
 from forgather_cli.diloco.outer_step import OuterStep, Published, square_of_all
+from forgather_cli.diloco.rounds import LARGEST
 from forgather_cli.diloco.samples import Range, total
 from forgather_cli.diloco.submissions import Submissions
 from forgather_cli.errors import CheckpointError, SetupError, TrainingError
@@ -83,8 +84,6 @@ class GlobalModel:
         initial, count = self.outer.squares(self.master, self.master) or {}, sum(map(torch.numel, self.master.values()))
         self._usual = max(math.sqrt(sum(initial.values())), 0.02 * math.sqrt(count))
         """A norm that weights may well have, also those that begin at zero."""
-        self._most_times = max(100.0, settings.max_change)
-        """So many times that is too large for a change that has counted."""
         self.published = Published(run.weights)
         self.submissions = Submissions(run.submissions, self.shapes, settings.compression)
         self._checkpointer = Checkpointer(run, args=config)
@@ -95,10 +94,9 @@ class GlobalModel:
     def sizes(self) -> list[tuple[float, int]]:
         """Of the global weights, for each fragment: their norm, and how many they are."""
         fragments = [self.outer.names([each]) for each in range(self.settings.num_fragments)]
-        return [
-            (math.sqrt(sum(self._squares[name] for name in names)), sum(self.master[name].numel() for name in names))
-            for names in fragments
-        ]
+        norms = [math.sqrt(sum(self._squares[name] for name in names)) for names in fragments]
+        counts = [sum(self.master[name].numel() for name in names) for names in fragments]
+        return list(zip(norms, counts, strict=True))
 
     def most_targets(self, ranges: Sequence[Range], stated: int) -> int:
         """That these samples can have. Data of the user's own may have longer rows than they say, or than their first
@@ -127,9 +125,8 @@ class GlobalModel:
         at, ledger = self._restore_newest(ledger, looks=starts)
         if at is None:
             if len(ledger) > 1:
-                raise SetupError(
-                    f"{self.run.checkpoints}: no checkpoint is whole, so round {ledger[-1].round} cannot be made again"
-                )
+                what = f"no checkpoint is whole, so round {ledger[-1].round} cannot be made again"
+                raise SetupError(f"{self.run.checkpoints}: {what}")
             if isinstance(begins_at, str):
                 load_model(named(Path(begins_at), self._config.verify_checkpoint), self._tensors)
             self._checkpointer.trial(self._components(0, ""), rows=self._rows(), num_bytes=sum(
@@ -165,8 +162,10 @@ class GlobalModel:
         None where there is no checkpoint, and the ledger as far as it can be made again from there. Newer checkpoints
         are set aside. Raises SetupError where none is healthy.
         """
-        at, spoiled = None, dict[Path, str]()
-        for reader in self._candidates():
+        at, spoiled, level = None, dict[Path, str](), self._config.verify_checkpoint
+        newest = newest_valid(self.run, level)  # the others, newest first, are verified as they are asked for
+        older = [reader for reader in healthy_ones(self.run) if reader.step < newest.step] if newest else []
+        for reader in chain([newest] if newest else [], whole_ones(older, level)):
             try:
                 at = self._restore(reader, ledger)
                 why = self._why_spoiled(ledger[1 : at + 1]) if looks else ""
@@ -178,10 +177,8 @@ class GlobalModel:
         told = "; ".join(f"{shown(path)}: {why}" for path, why in spoiled.items())
         if at is None:
             if spoiled:
-                raise SetupError(
-                    f"no checkpoint is healthy: {told}; restore an older copy of the run, or begin a new one; where "
-                    "such values are right, raise diloco.max_change"
-                )
+                remedy = "restore an older copy of the run, or begin a new one"
+                raise SetupError(f"no checkpoint is healthy: {told}; {remedy}")
             return None, ledger
         steps = {path: step_of(Path(path.name.partition(_ASIDE)[0])) for path in self.run.checkpoints.glob("step-*")}
         newer = {path: step for path, step in steps.items() if step is not None and step > at}
@@ -198,26 +195,19 @@ class GlobalModel:
             log.warning("%s; set aside: the run goes on from round %d%s", why, len(kept) - 1, back)
         return at, kept
 
-    def _candidates(self) -> Iterator[Reader]:
-        """The whole checkpoints, newest first, verified as they are asked for."""
-        level = self._config.verify_checkpoint
-        if (newest := newest_valid(self.run, level)) is not None:
-            yield newest
-            yield from whole_ones([reader for reader in healthy_ones(self.run) if reader.step < newest.step], level)
-
     def _why_spoiled(self, lines: Sequence[Line]) -> str:
         """What cannot be right of the weights as they are, of their momentum, or of what these lines have counted;
         empty if all may be.
         """
         state = {"weights": self.master, "momentum": self.outer.momentum, "delayed changes": self.outer.delayed}
         for what, held in state.items():  # ten of the largest changes may make so much
-            if not (norm := math.sqrt(sum(map(square_of_all, held.values())))) <= 10 * self._most_times * self._usual:
+            if not (norm := math.sqrt(sum(map(square_of_all, held.values())))) <= 10 * LARGEST * self._usual:
                 return f"{what} of the norm {norm:.3g}"
         return next(filter(None, map(self._too_large, lines)), "")
 
     def _too_large(self, line: Line) -> str:
         """Which change that a line has counted is too large; empty if none is."""
-        most = self._most_times * max(self._usual, math.sqrt(sum(self._squares.values())))
+        most = LARGEST * max(self._usual, math.sqrt(sum(self._squares.values())))
         for sent, weight in line.closed.submissions if line.closed else ():
             if not (norm := math.hypot(*sent.norms) * weight) <= most:
                 return f"round {sent.round} has counted a change of {sent.worker} of the norm {norm:.3g}"
@@ -293,24 +283,19 @@ class GlobalModel:
         """
         if self.saved == number:
             return
-        fine = self._checkpointer.save(
+        fingerprint = fingerprint_of([identity_of(self._run), hash])
+        if self._checkpointer.save(
             number,
             model=self._rows(),
             stem=stem_of(self._run),
             optimizer=self._optimizer_rows(),
             components=self._components(number, hash),
             write_model_files=self._run.write_model_files,
-            info={
-                "strategy": "diloco",
-                "round": number,
-                "config_fingerprint": fingerprint_of([identity_of(self._run), hash]),
-            },
             metrics=metrics,
-        )
-        if not fine:
-            return  # logged as an error; the one before stands, and the submissions since then
-        self.saved = number
-        self.submissions.clean(oldest, opened, keep=self.settings.keep_submissions)
+            info={"strategy": "diloco", "round": number, "config_fingerprint": fingerprint},
+        ):
+            self.saved = number  # else it is logged, and the one before stands, and the submissions since then
+            self.submissions.clean(oldest, opened, keep=self.settings.keep_submissions)
 
     def _rows(self) -> dict[str, LocalShard]:
         held = {name: LocalShard(tensor, must_be_finite=name in self.master) for name, tensor in self._tensors.items()}
@@ -342,10 +327,7 @@ def _bounded(line: Line, most: Callable[[Sequence[Range], int], int]) -> Line:
     """The line with at most as many targets for a submission as its samples can have."""
     if line.closed is None:
         return line
-    sent = [
-        (replace(sent, targets=min(sent.targets, most(sent.ranges, sent.targets))), w)
-        for sent, w in line.closed.submissions
-    ]
+    sent = ((replace(s, targets=min(s.targets, most(s.ranges, s.targets))), w) for s, w in line.closed.submissions)
     return replace(line, closed=replace(line.closed, submissions=tuple(sent)))
 
 
@@ -355,9 +337,8 @@ def replay(run: RunDir, settings: DilocoServerSettings, ledger: Sequence[Line]) 
     """
     first = run.weights / Published(run.weights).weights(0).name
     if not settings.keep_submissions or not first.exists():
-        raise SetupError(
-            f"{run.root}: cannot be replayed: its submissions were not kept; serve with keep_submissions=true"
-        )
+        what = "cannot be replayed: its submissions were not kept; serve with keep_submissions=true"
+        raise SetupError(f"{run.root}: {what}")
     reader = newest_valid(run)
     if reader is None:
         raise SetupError(f"{run.root}: has no checkpoint to compare with; wait for the first one")
@@ -371,18 +352,12 @@ def replay(run: RunDir, settings: DilocoServerSettings, ledger: Sequence[Line]) 
         assert line.closed is not None
         for sent, _ in line.closed.submissions:
             if lacking := [part for part in sent.parts if not submissions.part(part).exists()]:
-                raise SetupError(
-                    f"{run.submissions}: round {line.round - 1} lacks the part {lacking[0]} of {sent.worker}"
-                )
+                what = f"round {line.round - 1} lacks the part {lacking[0]} of {sent.worker}"
+                raise SetupError(f"{run.submissions}: {what}")
         outer.step(master, line.closed, submissions, arrivals)
         arrivals += len(line.closed.submissions)
-    differ = [name for name, tensor in master.items() if not _same_bits(tensor, reader.read(name))]
-    return at, differ + [
-        name + _MOMENTUM
+    made = {name: (tensor, reader.read(name)) for name, tensor in master.items()} | {
+        name + _MOMENTUM: (tensor, reader.read(name + _MOMENTUM, "optimizer"))
         for name, tensor in outer.momentum.items()
-        if not _same_bits(tensor, reader.read(name + _MOMENTUM, "optimizer"))
-    ]
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+    }
+    return at, [name for name, both in made.items() if not torch.equal(*(each.view(torch.int32) for each in both))]

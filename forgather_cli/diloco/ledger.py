@@ -44,12 +44,8 @@ class Submission:
     def from_document(cls, raw: Mapping[str, Any]) -> Submission:
         """Raises KeyError or TypeError for one that is none."""
         known = {key: value for key, value in raw.items() if key != "norm"}  # of all fragments together, before 0.3
-        lists = {
-            "parts": tuple(raw["parts"]),
-            "norms": tuple(map(float, raw.get("norms", ()))),
-            "ranges": as_ranges(raw["ranges"]),
-        }
-        return cls(**{**known, **lists})
+        norms = tuple(map(float, raw.get("norms", ())))
+        return cls(**{**known, "parts": tuple(raw["parts"]), "norms": norms, "ranges": as_ranges(raw["ranges"])})
 
 
 @dataclass(frozen=True)
@@ -109,10 +105,8 @@ class Line:
         """One line of text, without its end."""
         document = asdict(self)
         if (closed := self.closed) is not None:
-            document["closed"]["submissions"] = [
-                _document(sent) | {"weight": weight} for sent, weight in closed.submissions
-            ]
-            document["closed"]["offered"] = [_document(sent) for sent in closed.offered]
+            counted = [_document(sent) | {"weight": weight} for sent, weight in closed.submissions]
+            document["closed"] |= {"submissions": counted, "offered": [_document(sent) for sent in closed.offered]}
         return json.dumps(document, separators=(",", ":"))
 
     @classmethod
@@ -125,15 +119,10 @@ class Line:
             sent = [Submission.from_document(each) for each in closed["submissions"]]
             reasons = {worker: why for worker, why in closed["rejected"]}
             offered = [Submission.from_document(each) for each in closed.get("offered", ())]
-            closed = Closed(
-                tuple(zip(sent, weights, strict=True)),
-                tuple(closed["fragments"]),
-                tuple(closed["missing"]),
-                tuple(reasons.items()),
-                tuple(closed["evicted"]),
-                tuple(closed.get("left", ())),
-                tuple(replace(each, rejected=reasons[each.worker]) for each in offered),
-            )
+            lists = {key: tuple(closed.get(key, ())) for key in ("fragments", "missing", "evicted", "left")}
+            rejected = tuple(replace(each, rejected=reasons[each.worker]) for each in offered)
+            counted = tuple(zip(sent, weights, strict=True))
+            closed = Closed(counted, **lists, rejected=tuple(reasons.items()), offered=rejected)
         members = tuple(Participant(**{**each, "ranges": as_ranges(each["ranges"])}) for each in raw["members"])
         return cls(**{**raw, "closed": closed, "members": members, "pool": as_ranges(raw["pool"])})
 
@@ -145,11 +134,8 @@ def _document(sent: Submission) -> dict[str, Any]:
 
 def round_hash(parent: str, number: int, closed: Closed | None) -> str:
     """The name of the weights that round ``number`` starts from: SHA-256 over its history."""
-    submissions = (
-        [[sent.slot, sent.round, sent.parts, sent.targets, sent.leaves, weight] for sent, weight in closed.submissions]
-        if closed
-        else []
-    )
+    counted = closed.submissions if closed else ()
+    submissions = [[sent.slot, sent.round, sent.parts, sent.targets, sent.leaves, weight] for sent, weight in counted]
     return hashlib.sha256(json.dumps([parent, number, submissions], separators=(",", ":")).encode()).hexdigest()
 
 

@@ -83,9 +83,8 @@ class Link:
                 except ForgatherError as error:
                     failure = error
             bucket = self.client.bucket
-            told = gather(
-                (failure, time.monotonic() - begun, self._bidden, bucket.sent, bucket.received), run.cpu_group
-            )
+            mine = (failure, time.monotonic() - begun, self._bidden, bucket.sent, bucket.received)
+            told = gather(mine, run.cpu_group)
             self.sent, self.received = sum(each[3] for each in told), sum(each[4] for each in told)
             stops = run.sync.poll()
             failures = [each for each, *_ in told if each is not None]
@@ -103,12 +102,8 @@ class Link:
             if tries == 0:
                 log.warning("%s; trying again for %.0f s", failures[0], allowed)
             if told[0][1] > allowed:
-                self.end(
-                    ExitStatus(
-                        run.world.rank, Kind.STOPPED, STOPPED,
-                        f"stopped: {failures[0]}, for {allowed:g} s; start it, and resume this run",
-                    )
-                )  # fmt: skip
+                why = f"stopped: {failures[0]}, for {allowed:g} s; start it, and resume this run"
+                self.end(ExitStatus(run.world.rank, Kind.STOPPED, STOPPED, why))
                 return False
             self.retries += 1
             time.sleep(_PAUSES[min(tries, len(_PAUSES) - 1)])

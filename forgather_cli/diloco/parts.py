@@ -49,18 +49,12 @@ class Parts:
         self._held = {name: shard.piece(name) for name, shard in shards.items()}
         held: list[list[Piece]] = gather(list(self._held.values()), group)
         writes = plan(held, "model").writes
-        found = [
-            Part(
-                piece.spec.name,
-                piece.spec.shape,
-                piece.start,
-                piece.rows,
-                owner,
-                any(_overlap(piece, other) for r, pieces in enumerate(held) if r != owner for other in pieces),
-            )
-            for owner, pieces in enumerate(writes)
-            for piece in pieces
-        ]
+        found = []
+        for owner, pieces in enumerate(writes):
+            others = [other for at, theirs in enumerate(held) if at != owner for other in theirs]
+            for piece in pieces:
+                shared = any(_overlap(piece, other) for other in others)
+                found.append(Part(piece.spec.name, piece.spec.shape, piece.start, piece.rows, owner, shared))
         self.all = sorted(found, key=lambda part: (part.name, part.start))
         self.own = [part for part in self.all if part.owner == rank]
         """What this rank sends and fetches."""

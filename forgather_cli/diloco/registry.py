@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import time
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+
+from forgather_cli.documents.json_and_yaml import parse_json
+from forgather_cli.documents.regular_files import read_bytes, set_aside
+
+_LOST = ("generation", "why", "heard", "bounded", "step", "tokens_per_second", "sent", "received")
+"""Of a worker, what a restart of the server forgets."""
+_EPOCH = time.time() - time.monotonic()
+
+
+def clock() -> float:
+    """Seconds since the epoch, on a clock that only goes forward while this process lives."""
+    return _EPOCH + time.monotonic()
 
 
 @dataclass
@@ -23,7 +36,7 @@ class Worker:
     """Of its registration with this start of the server, which asks all anew where they stand; None before it."""
     evicted: bool = False
     why: str = ""
-    """Its submissions are rejected, for which it was evicted."""
+    """What it was evicted for, if not its silence."""
     left: bool = False
     """It has said that nobody need wait for it."""
     last_round: int | None = None
@@ -31,8 +44,14 @@ class Worker:
     dylu: bool = False
     """Its steps follow its speed."""
     heard: float = 0.0
+    stood: int | None = None
+    """The newest round that it was offered."""
+    offered: float = -1e9
+    """When that was, by ``clock``, or when it came into a run that had begun; else long ago."""
     speed: float | None = None
-    """Steps per second of its last round."""
+    """Steps per second of its last round, from the offer to its submission."""
+    bounded: str = ""
+    """How its influence was last lowered."""
     step: int | None = None
     tokens_per_second: float | None = None
     sent: int = 0
@@ -54,12 +73,25 @@ class Registry:
     """Fingerprints that all workers share; those of the first one that stated any."""
     workers: dict[str, Worker] = field(default_factory=dict)
 
-    def to_document(self) -> dict[str, Any]:
-        kept = ("name", "secret", "batch", "host", "pid", "run", "evicted", "left", "last_round", "dylu")
-        listed = [{key: getattr(worker, key) for key in kept} for worker in self.workers.values()]
-        return {"data": self.data, "tokenizer": self.tokenizer, "workers": listed}
+    def to_line(self, *workers: Worker) -> bytes:
+        """Of the file that ``read`` reads: what is known of these workers, of all of them where none is named."""
+        known = [vars(worker).items() for worker in workers or self.workers.values()]
+        listed = [{key: value for key, value in each if key not in _LOST} for each in known]
+        return json.dumps({"data": self.data, "tokenizer": self.tokenizer, "workers": listed}).encode() + b"\n"
 
     @classmethod
-    def from_document(cls, raw: Mapping[str, Any]) -> Registry:
-        workers = {each["name"]: Worker(**each) for each in raw["workers"]}
-        return cls(raw["data"], raw["tokenizer"], workers)
+    def read(cls, path: Path) -> Registry:
+        """Of lines, what comes later counts; a last one that a crash has cut is left out. A file that cannot be read is
+        set aside. Raises OSError.
+        """
+        found, lines = cls(), read_bytes(path).splitlines() if path.exists() else []
+        for at, line in enumerate(lines):
+            try:
+                raw = parse_json(line)
+                found.data, found.tokenizer = raw["data"], raw["tokenizer"]
+                found.workers |= {each["name"]: Worker(**each) for each in raw["workers"]}
+            except (ValueError, KeyError, TypeError) as error:
+                if not 0 < at == len(lines) - 1:
+                    set_aside(path, f"{path}: cannot be read ({error}); its workers register anew")
+                    return cls()
+        return found

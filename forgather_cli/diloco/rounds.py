@@ -14,9 +14,9 @@ import hashlib
 import math
 import secrets
 import struct
-from collections import ChainMap
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NoReturn
 
 from forgather_cli.config.schema import DilocoServerSettings
@@ -31,6 +31,16 @@ Sizes = Sequence[tuple[float, int]]
 
 _SILENCE = 120.0
 """Seconds after which another process may take a worker's id, where eviction is off."""
+_FEW = 3
+"""Members, or workers, fewer than which have no majority to be compared with."""
+_BATCHES = 64
+"""So many times the median of the workers' batches is too many sequences for a step."""
+_RATE = 2.0
+"""So many times the median speed of the members is as fast as one may begin rounds in async mode."""
+_UNHEARD = 3600.0
+"""Seconds that are waited before half of the members have sent."""
+LARGEST = 100.0
+"""So many times the norm of the weights is more than any change may be."""
 
 
 class Rounds:
@@ -51,7 +61,7 @@ class Rounds:
         ``dropped``: hashes of rounds that the server itself has gone back from.
         """
         self.settings, self._initial, self._model, self._dropped = settings, initial, model, dropped
-        self.registry = registry or Registry()
+        self._is_async, self.registry = settings.mode == "async", registry or Registry()
         self.lines: list[Line] = []
         self.slots: dict[str, int] = {}
         self.sent: dict[int, Submission] = {}
@@ -62,22 +72,37 @@ class Rounds:
         """Targets of all counted submissions of closed rounds."""
         self._arrived: dict[int, float] = {}
         """When that was, by slot."""
-        self._settled: list[Submission] = []
-        """What the closing round ends with, the rejected too, in slot order."""
-        self._rates: dict[tuple[str, int], float] = {}
-        """(worker, fragment) -> norm per step of the newest change that the worker has offered, counted or not."""
+        self._sizes: Sizes = ()
+        """Of the weights that the closing round started from."""
+        self._norms: dict[tuple[str, int], tuple[float, int]] = {}
+        """(worker, fragment) -> norm of the newest change that the worker has offered, and the steps it is of."""
+        self._shares: dict[str, float] = {}
+        """Worker -> weight, before it was lowered, of the newest change that it has offered."""
+        self._needed = 0.0
+        """Seconds after which half of the members had sent, in the newest round of sync mode in which they have."""
         self.opened = now
         for worker in self.registry.workers.values():
-            worker.heard = now
+            worker.heard, worker.offered = now, min(worker.offered, now)
         for line in ledger:
             self.append(line, now)
-        for member in self.line.members if self.line else ():  # whoever it is where workers.json was lost
-            self.registry.workers.setdefault(member.worker, Worker(member.worker, "", member.batch, heard=now))
+        for member in self.members:  # whoever it is where workers.json was lost
+            worker = self.registry.workers.setdefault(member.worker, Worker(member.worker, "", member.batch, heard=now))
+            if worker.stood is None:  # nor what versions before 0.3 did not know
+                worker.stood, worker.offered = member.round, now
 
     @property
     def line(self) -> Line | None:
         """The ledger's last line; None before the first round."""
         return self.lines[-1] if self.lines else None
+
+    @property
+    def members(self) -> Sequence[Participant]:
+        """Of the open round; none before the first."""
+        return self.line.members if self.line else ()
+
+    def member(self, name: str) -> Participant | None:
+        """What this worker is to train, if it is a member of the open round."""
+        return self.line.member(name) if self.line else None
 
     @property
     def finished(self) -> str | None:
@@ -91,26 +116,9 @@ class Rounds:
 
     # ------------------------------------------------------------------------------------------------- what workers say
 
-    def register(
-        self,
-        name: str,
-        secret: str,
-        *,
-        batch: int,
-        model: str,
-        now: float,
-        data: str | None = None,
-        tokenizer: str | None = None,
-        stated: Mapping[str, Any] | None = None,
-        round: int | None = None,
-        parent: str | None = None,
-        host: str = "",
-        pid: int = 0,
-        run: str = "",
-        leaves: bool = False,
-        dylu: bool = False,
-    ) -> tuple[int, str]:
+    def register(self, name: str, secret: str, *, batch: int, model: str, now: float, **told: Any) -> tuple[int, str]:
         """A worker joins, or comes back: its new generation, and whether the server knows the round it stands on.
+        ``told``: what else the message to ``/register`` may hold.
 
         Raises WireError: refused for another model, data, tokenizer, other settings or an unknown round; held where
         another process has the id.
@@ -118,13 +126,15 @@ class Rounds:
         registry = self.registry
         if model != self._model:
             self._refuse("the model differs: its parameters have other names or shapes; use the server's recipe")
-        for what, mine, theirs in (("data", registry.data, data), ("tokenizer", registry.tokenizer, tokenizer)):
+        round, parent = told.get("round"), told.get("parent")
+        for what in ("data", "tokenizer"):
+            mine, theirs = getattr(registry, what), told.get(what)
             if mine is not None and theirs is not None and mine != theirs:
                 self._refuse(f"{what}: has the fingerprint {theirs} here, {mine} at the others; use the same {what}")
-        for key, value in (stated or {}).items():
+        for key, value in (told.get("stated") or {}).items():
             if value != (here := getattr(self.settings, key, None)):
                 self._refuse(f"{key}: is {value} at {name}, {here} at the server, which decides it; leave {key} out")
-        if dylu and not self._is_async:
+        if told.get("dylu") and not self._is_async:
             self._refuse("dylu: counts only where the server's diloco.mode is async, it is sync; leave dylu out")
         stood = "fresh"
         if parent is not None:
@@ -141,18 +151,36 @@ class Rounds:
         if before is not None and before.secret not in ("", secret) and not before.is_gone:
             silent, needed = now - before.heard, self.settings.eviction or _SILENCE
             if silent <= needed:
-                raise WireError(
-                    409,
-                    f"{name}: another worker has this id (process {before.pid} on {before.host}, heard of "
-                    f"{silent:.0f} s ago); choose another worker_id, or wait until it is silent for {needed:.0f} s",
-                    wire.HELD,
-                )
+                why = f"{name}: another worker has this id (process {before.pid} on {before.host}, heard of "
+                why += f"{silent:.0f} s ago); choose another worker_id, or wait until it is silent for {needed:.0f} s"
+                raise WireError(409, why, wire.HELD)
+        standing = {member.worker: member.batch for member in self.members}
+        if before is None and len(registry.workers) >= wire.MAX_MEMBERS:
+            registry.workers = {at: each for at, each in registry.workers.items() if not each.is_gone or at in standing}
+            if len(registry.workers) >= wire.MAX_MEMBERS:
+                self._refuse(f"{wire.MAX_MEMBERS} workers have registered, which is the most; wait until one has left")
         generation = secrets.randbits(52)  # which nobody guesses, and JSON holds
-        registry.data, registry.tokenizer = registry.data or data, registry.tokenizer or tokenizer
-        registry.workers[name] = Worker(
-            name, secret, batch, host, pid, run, generation,
-            last_round=round if leaves and stood == "known" else None, dylu=dylu, heard=now,
+        worker = Worker(
+            name, secret, batch, generation=generation, heard=now,
+            last_round=round if told.get("leaves") and stood == "known" else None,
+            **{key: told[key] for key in ("host", "pid", "run", "dylu") if key in told},
         )  # fmt: skip
+        if before is not None:
+            worker.stood, worker.offered, worker.speed = before.stood, before.offered, before.speed
+        elif standing:  # so that a new name is no faster than one that is known
+            worker.offered = now
+        there = {each.name: each for each in self.live()} | {name: worker}
+        usual = _median(each.batch for each in there.values())
+        for each in there.values() if self._is_bounded(len(there)) else ():
+            if each.batch > _BATCHES * usual and standing.get(each.name) != each.batch:
+                why = f"batch: {each.name} has {each.batch} sequences in a step, more than {_BATCHES} times the median "
+                why += f"of the workers that have registered, {usual}; lower global_batch_size, or serve with "
+                each.why, each.evicted = f"{why}diloco.max_share=null where all of them are trusted", True
+        if worker.why:
+            self._refuse(worker.why)
+        registry.data = registry.data or told.get("data")
+        registry.tokenizer = registry.tokenizer or told.get("tokenizer")
+        registry.workers[name] = worker
         return generation, stood
 
     def _refuse(self, message: str) -> NoReturn:
@@ -162,36 +190,58 @@ class Rounds:
         """The worker with this generation, which has been heard of now. Raises WireError for an older one."""
         for worker in self.registry.workers.values():
             if worker.generation == generation and worker.why:
-                many = f"has rejected {wire.MAX_REJECTED} rounds of this worker in a row"
-                raise WireError(409, f"it {many}: {worker.why}", wire.EVICTED)
+                raise WireError(409, f"it has given this worker up: {worker.why}", wire.EVICTED)
             if worker.generation == generation and not worker.is_gone:
                 worker.heard = now
                 return worker
-        raise WireError(
-            409,
-            "this registration is no longer valid: a newer one took over, the server has started again, or it gave the "
-            "worker up; register anew",
-            wire.FENCED,
-        )
+        why = "a newer one took over, the server has started again, or it gave the worker up"
+        raise WireError(409, f"this registration is no longer valid: {why}; register anew", wire.FENCED)
 
-    def offer(self, worker: Worker, after: int) -> dict[str, Any] | None:
-        """What the worker is to train, as ``/next`` answers it, if that is of a round later than ``after``; and what
-        has become of its submission for that one.
+    def offer(self, worker: Worker, after: int, now: float) -> dict[str, Any] | None:
+        """What the worker is to train, as ``/next`` answers it, if that is of a round later than ``after``, and time
+        for it; and what has become of its submission for that one.
         """
-        line = self.line
-        member = None if line is None else line.member(worker.name)
+        member = self.member(worker.name)
         if member is None or member.round <= after or (self.closing is not None and not self._is_async):
             return None
         number = member.round
+        if now < self.begins(worker):
+            if self._usual_speed():
+                worker.bounded = f"round {number}: {self.why_waiting(worker, now)}"
+            return None
+        if worker.stood != number:
+            worker.stood, worker.offered = number, now
         return {
             "state": wire.OPEN, "round": number, "hash": self.lines[number].hash, "slot": member.slot,
             "steps": member.steps, "ranges": [list(each) for each in member.ranges],
             "weights": versions(self.lines, number, self.settings.num_fragments),
-            "answer": self._decided(member.slot, after),
+            "answer": self._decided(member.slot, after), "bounded": worker.bounded,
         }  # fmt: skip
 
-    def why_waiting(self) -> str:
+    def begins(self, worker: Worker) -> float:
+        """When the worker may begin its next round: in async mode no faster than by ``_RATE`` times the median speed
+        of the members, one that joins them counted from its registration.
+        """
+        member, usual = self.member(worker.name), self._usual_speed()
+        if member is None or member.round == worker.stood or usual is None:
+            return -math.inf
+        return worker.offered + (member.steps / (_RATE * usual) if usual else _UNHEARD)
+
+    def _usual_speed(self) -> float | None:
+        """The median speed of the members, 0 while half of them have sent nothing; None where it bounds nothing."""
+        workers = [self.registry.workers.get(member.worker) for member in self.members]
+        speeds = [worker.speed or 0.0 for worker in workers if worker and not worker.is_gone]
+        return _median(speeds) if self._is_async and self._is_bounded(len(speeds)) else None
+
+    def _is_bounded(self, many: int) -> bool:
+        """Whether the influence of one of so many members is."""
+        return self.settings.max_share is not None and many >= _FEW
+
+    def why_waiting(self, worker: Worker | None = None, now: float = 0.0) -> str:
         """What a worker without a round waits for."""
+        if worker and (left := self.begins(worker) - now) > 0:
+            what = "is offered no rounds faster than by twice the median speed of the members, which is measured"
+            return f"it {what} (diloco.max_share); its next one begins in {left:.0f} s, or once more have sent"
         if self.line is None:
             here, wanted = len(self.live()), self.settings.workers
             return f"{here} of {wanted} workers have registered"
@@ -242,9 +292,7 @@ class Rounds:
         round that is not this run's.
         """
         if hash != (known := self.lines[round].hash):
-            self._refuse(
-                f"round {round}: {worker.name} stands on {hash[:12]}, the server's is {known[:12]}; begin anew"
-            )
+            self._refuse(f"round {round}: {worker.name} stands on {hash[:12]}, not {known[:12]} as here; begin anew")
         used = [(start, stop) for start, stop in ranges if stop > start]
         member = self.lines[-1].member(worker.name)
         merged, given = merge(used), () if member is None else member.ranges
@@ -257,45 +305,83 @@ class Rounds:
         count = self.settings.num_fragments
         return tuple(range(count)) if leaves else (round % count,)
 
-    def arrived(self, sent: Submission, sizes: Sizes) -> Submission:
-        """A submission as it is answered now: in async mode rejected if it is too large, else that is decided later."""
-        return self._judged(sent, sizes) if self._is_async else sent
+    def arrived(self, submission: Submission, now: float) -> None:
+        """A checked submission for the open round has come, and is on disk by now."""
+        worker = self.registry.workers[submission.worker]
+        member = self.lines[-1].member(worker.name)
+        worker.speed = None if member is None else member.steps / max(now - worker.offered, 1e-3)
+        self.submit(submission, now)
 
     def submit(self, submission: Submission, now: float) -> None:
-        """A checked submission for the open round, on disk by now."""
+        """What has come for the open round, perhaps before the server's start."""
         self.sent[submission.slot], self._arrived[submission.slot] = submission, now
-        self._rates |= self._rates_of(submission)
+        self._remember(submission)
 
-    # ------------------------------------------------------------------------------------------- how large a change is
+    # -------------------------------------------------------------------------------------- how much a change may weigh
 
-    def _judged(self, sent: Submission, sizes: Sizes) -> Submission:
-        """The submission, rejected if it is too large in a fragment: per step more than ``max_change`` times what the
-        smaller half of the members and one more have offered last. That lies between two honest ones' as long as most
-        members are honest, whatever the others send, and follows from the ledger and what has come since.
+    def _weights(self, line: Line, counted: Sequence[Submission]) -> list[float]:
+        """Of these changes in the mean: by targets, or equal; lowered, before they are divided by their sum, where a
+        member would have more influence than ``max_share`` allows. All follows from the ledger and what was sent, so a
+        server that was killed comes to the same.
         """
-        assert self.line is not None
-        own, most = self._rates_of(sent), self.settings.max_change
-        rates = ChainMap(own, self._rates)
-        for fragment, norm in zip(self.fragments_of(sent.round, leaves=sent.leaves), sent.norms, strict=False):
-            found = sorted(rates.get((member.worker, fragment), math.inf) for member in self.line.members)
-            (weights, count), steps = sizes[fragment], self._steps_behind(sent, fragment)
-            usual = max(found[len(found) // 2] * steps, 1e-3 * weights)
-            bound, what = most * usual, f"diloco.max_change={most:g} times the usual one, {usual:.3g}"
-            if len(found) == 1 or found[-1] == math.inf:  # nobody, or not everybody, to compare with
-                initial = 0.02 * math.sqrt(count)  # a norm that weights which begin at zero may well reach
-                bound, what = min((bound, what), (100 * max(weights, initial), "100 times the norm of the weights"))
-            if norm > bound and not sent.rejected:
-                where = f" of fragment {fragment}" if self.settings.num_fragments > 1 else ""
-                remedy = "lower learning_rate or sync_every, or raise diloco.max_change where such changes are right"
-                return replace(sent, rejected=f"its change{where} has the norm {norm:.3g}, more than {what}; {remedy}")
-        return sent
+        limit, shares = self.settings.max_share, [self._share(sent) for sent in counted]
+        capped, lowered = list(map(float, shares)), list(map(float, shares))
+        if limit is not None and counted:
+            large = [max(weights, 0.02 * math.sqrt(count)) for weights, count in self._sizes]  # weights may begin at 0
+            # of who has sent nothing yet no more is expected than of the least, and than the weights
+            theirs = {member.worker: self._shares.get(member.worker, min(shares)) for member in line.members}
+            theirs |= {sent.worker: share for sent, share in zip(counted, shares, strict=True)}
+            is_bounded = self._is_bounded(len(theirs))
+            cap = limit * _median(theirs.values()) if is_bounded else math.inf
 
-    def _rates_of(self, sent: Submission) -> dict[tuple[str, int], float]:
-        fragments = self.fragments_of(sent.round, leaves=sent.leaves)
-        return {
-            (sent.worker, fragment): norm / self._steps_behind(sent, fragment)
-            for fragment, norm in zip(fragments, sent.norms, strict=False)
-        }
+            @cache
+            def most(fragment: int, steps: int) -> float:
+                """How large a change of so many steps, times its weight, may be."""
+                products, known = [], [self._norms.get((name, fragment), (large[fragment], 0))[0] for name in theirs]
+                for name, share in theirs.items():
+                    norm, own = self._norms.get((name, fragment), (min(known), steps))
+                    ratio = steps / own  # many steps go one way, or wander
+                    products.append(min(share, cap) * norm * (ratio if ratio > 1 else math.sqrt(ratio)))
+                return limit * _median(products)
+
+            for at, sent in enumerate(counted):
+                capped[at] = lowered[at] = min(shares[at], cap)
+                for fragment, norm in zip(self.fragments_of(sent.round, leaves=sent.leaves), sent.norms, strict=False):
+                    bound = LARGEST * large[fragment] * capped[at]
+                    if is_bounded:
+                        bound = min(bound, most(fragment, self._steps_behind(sent, fragment)))
+                    if capped[at] * norm > bound:
+                        lowered[at] = min(lowered[at], bound / norm)
+                if lowered[at] < 0.9 * shares[at]:
+                    self.registry.workers[sent.worker].bounded = (
+                        f"round {line.round}: its weight in the mean is lowered, to {lowered[at] / shares[at]:.2g} of "
+                        f"what it was, so that its influence is at most diloco.max_share={limit:g} times the median "
+                        "of the members'; raise that, or set null where all members are trusted"
+                    )
+        # the least as it was too: one alone is not made as heavy again as it was
+        total = max(sum(lowered), min(shares if self._is_async else capped, default=0.0)) or 1.0
+        return [float32(each / total) for each in lowered]
+
+    def _share(self, sent: Submission) -> float:
+        """The weight of a change before it is divided by the sum of all. That of a fragment is of all that was trained
+        since its last exchange; in async mode each weighs the same, and what is compared is how fast one may come.
+        """
+        if self._is_async:
+            worker, usual = self.registry.workers.get(sent.worker), self._usual_speed()
+            speed = (worker and worker.speed) or 1.0
+            return 0.0 if not sent.targets else min(speed, _RATE * usual) if usual else speed
+        if self.settings.weighting == "equal":
+            return 1
+        recent = self.lines[max(1, sent.round + 2 - self.settings.num_fragments) : sent.round + 1]
+        before = [old for line in recent if line.closed for old, _ in line.closed.submissions if old.slot == sent.slot]
+        return sent.targets + sum(old.targets for old in before)
+
+    def _remember(self, sent: Submission) -> None:
+        """What the next ones are compared with, also if it does not count."""
+        if sent.norms:
+            self._shares[sent.worker] = self._share(sent)
+        for fragment, norm in zip(self.fragments_of(sent.round, leaves=sent.leaves), sent.norms, strict=False):
+            self._norms[sent.worker, fragment] = norm, self._steps_behind(sent, fragment)
 
     def _steps_behind(self, sent: Submission, fragment: int) -> int:
         """The steps that a worker was given for its change of a fragment: those since the fragment was exchanged, or
@@ -312,10 +398,10 @@ class Rounds:
     # ------------------------------------------------------------------------------------------------- what follows
 
     def live(self, round: int | None = None) -> list[Worker]:
-        """Workers that have registered, are not given up and take part in ``round`` (None: the next), by name."""
+        """Workers that have registered, are not given up and take part in ``round`` (None: the next)."""
         number = len(self.lines) if round is None else round
-        workers = sorted(self.registry.workers.values(), key=lambda worker: worker.name)
-        return [each for each in workers if not each.is_gone and (each.last_round is None or number <= each.last_round)]
+        there = [worker for worker in self.registry.workers.values() if not worker.is_gone]
+        return [worker for worker in there if worker.last_round is None or number <= worker.last_round]
 
     def evict(self, now: float) -> list[Worker]:
         """Give up the workers that were not heard of for ``eviction`` seconds; returns them."""
@@ -327,10 +413,8 @@ class Rounds:
 
     def waited_for(self) -> list[str]:
         """Members of the open round that have not sent and are not given up, by slot."""
-        if self.line is None:
-            return []
-        live = {worker.name for worker in self.live(self.line.round)}
-        return [each.worker for each in self.line.members if each.slot not in self.sent and each.worker in live]
+        live = {worker.name for worker in self.live(len(self.lines) - 1)}
+        return [each.worker for each in self.members if each.slot not in self.sent and each.worker in live]
 
     def can_open(self) -> bool:
         """Whether the first round can begin."""
@@ -346,48 +430,52 @@ class Rounds:
             return None
         if self._is_async:  # the first that has come, while the other members go on
             settled = list(self.sent.values())[:1]
-            is_due = bool(settled) or any(line.member(worker.name) is None for worker in self.live())
+            waits = self._usual_speed() == 0 and now - self.opened < _UNHEARD  # there is too little to compare it with
+            is_due = bool(settled and not waits) or any(line.member(worker.name) is None for worker in self.live())
         else:
-            settled = [self._judged(sent, sizes) for _, sent in sorted(self.sent.items())]
+            settled = [sent for _, sent in sorted(self.sent.items())]
             counted = sorted(self._arrived[sent.slot] for sent in settled if not sent.rejected)
             quorum = math.inf if settings.quorum is None else settings.quorum
             enough = len(counted) >= quorum and now - counted[int(quorum) - 1] >= settings.grace
-            overdue = settings.round_timeout is not None and now - self.opened >= settings.round_timeout
+            limit, half = settings.round_timeout, max(1, (len(line.members) + 1) // 2)
+            # of what came before the server's start nobody knows how long it took
+            took = sorted(at - self.opened for slot in self.sent if (at := self._arrived[slot]) > self.opened)
+            if limit == "auto" and len(took) < half:
+                limit = max([self._needed, *took[:1]]) + _UNHEARD
+            elif limit == "auto":
+                self._needed = took[half - 1]
+                limit = max(600.0, 10 * self._needed)
+            overdue = limit is not None and now - self.opened >= limit
             nobody_left = not self.waited_for() and bool(counted or self.live())
-            is_due = nobody_left or bool(counted and (enough or overdue))
+            is_due = nobody_left or bool((counted and enough) or (settled and overdue))
         if is_due:
-            self._settled, self.closing = settled, self._closed(line, settled)
+            self._sizes = sizes
+            self.closing = self._closed(line, settled)
         return self.closing
 
     def without_largest(self) -> Closed:
         """How the closing round ends without the largest of its changes, since fp32 cannot hold what comes of them."""
-        assert self.line is not None
         assert self.closing is not None
         largest = max((sent for sent, _ in self.closing.submissions), key=lambda sent: math.hypot(*sent.norms))
         why = f"its change, of the norm {math.hypot(*largest.norms):.3g}, makes weights that fp32 cannot hold"
-        rejected = replace(largest, rejected=why)
-        self._settled = [rejected if sent is largest else sent for sent in self._settled]
-        self.closing = self._closed(self.line, self._settled)
+        kept = [sent for sent, _ in self.closing.submissions if sent is not largest]
+        settled = [*kept, *self.closing.offered, replace(largest, rejected=why)]
+        self.closing = self._closed(self.lines[-1], sorted(settled, key=lambda sent: sent.slot))
         return self.closing
 
     def _closed(self, line: Line, settled: Sequence[Submission]) -> Closed:
         """The end of the open round with these submissions. Gives up a worker with too many rejections in a row."""
         struck = {sent.worker: sent.rejected for sent in settled if sent.rejected and self._is_last_straw(sent.worker)}
         for name, why in struck.items():
+            why = f"it has rejected {wire.MAX_REJECTED} rounds of this worker in a row: {why}"
             self.registry.workers[name].evicted, self.registry.workers[name].why = True, why
         counted = [sent for sent in settled if not sent.rejected]
         live = {worker.name for worker in self.live(line.round)}
         silent = {member.worker for member in line.members} - {sent.worker for sent in self.sent.values()}
         left = {name for name in silent if self.registry.workers[name].left}
         given_up = {name for name in silent - left if self.registry.workers[name].evicted}
-        # a fragment's change is of all that was trained since its last exchange
-        recent = self.lines[max(1, len(self.lines) - self.settings.num_fragments + 1) :]
-        before = [old for each in recent if each.closed for old, _ in each.closed.submissions]
-        targets = [each.targets + sum(old.targets for old in before if old.slot == each.slot) for each in counted]
-        equal = self.settings.weighting == "equal"
-        weights = [float32(1 / len(counted) if equal else each / max(sum(targets), 1)) for each in targets]
         return Closed(
-            tuple(zip(counted, weights, strict=True)),
+            tuple(zip(counted, self._weights(line, counted), strict=True)),
             self.fragments_of(line.round, leaves=all(sent.leaves for sent in counted)) if counted else (),
             missing=() if self._is_async else tuple(sorted(silent & live)),
             rejected=tuple((sent.worker, sent.rejected) for sent in settled if sent.rejected),
@@ -398,14 +486,11 @@ class Rounds:
 
     def _is_last_straw(self, name: str) -> bool:
         """Whether one more rejection is too many in a row for a worker."""
-        before = 0
-        for closed in (line.closed for line in reversed(self.lines)):
-            if closed is not None and any(sent.worker == name for sent, _ in closed.submissions):
-                return False
-            before += closed is not None and any(who == name for who, _ in closed.rejected)
-            if before == wire.MAX_REJECTED - 1:
-                return True
-        return False
+        rejected = []  # or counted, of all that it has sent
+        for closed in (line.closed for line in self.lines if line.closed):
+            rejected += [False for sent, _ in closed.submissions if sent.worker == name]
+            rejected += [True for who, _ in closed.rejected if who == name]
+        return rejected[1 - wire.MAX_REJECTED :] == [True] * (wire.MAX_REJECTED - 1)
 
     def opening(self, time: str) -> Line:
         """The line that ends the closing round, if there is one, and opens the next with those who are here."""
@@ -441,12 +526,15 @@ class Rounds:
         return Line(number, round_hash(parent, number, closed), parent, time, closed, tuple(members), cursor, pool)
 
     def _steps(self, worker: Worker) -> int:
-        """Of a worker's next round; with DyLU its share of the fastest worker's, by their speeds (arXiv:2401.09135)."""
+        """Of a worker's next round; with DyLU its share of the fastest one's that has it too, by the speeds that the
+        server has measured (arXiv:2401.09135).
+        """
         steps = self.settings.sync_every // self.settings.num_fragments
-        fastest = max((each.speed for each in self.live() if each.speed), default=None)
-        if not worker.dylu or not worker.speed or not fastest:
+        if not worker.dylu or not worker.speed:
             return steps
-        return max(1, int(steps * worker.speed / fastest))
+        fastest = max(each.speed or 0.0 for each in self.live() if each.dylu)
+        fastest = min(fastest, _RATE * (self._usual_speed() or math.inf))
+        return max(1, min(steps, int(steps * worker.speed / fastest)))
 
     def append(self, line: Line, now: float) -> None:
         """The line is in the ledger: its round is open."""
@@ -456,7 +544,7 @@ class Rounds:
             counted = [sent for sent, _ in line.closed.submissions]
             self.tokens += sum(sent.targets for sent in counted)
             for sent in (*counted, *line.closed.offered):
-                self._rates |= self._rates_of(sent)
+                self._remember(sent)
         stand = {member.slot: member.round for member in line.members}
         self.sent = {slot: sent for slot, sent in self.sent.items() if stand.get(slot) == sent.round}
         self.closing = None
@@ -470,9 +558,11 @@ class Rounds:
         stand = {line.round, line.round - 1, *(member.round for member in line.members)}
         return {version for round in stand for version in versions(self.lines, round, count)}
 
-    @property
-    def _is_async(self) -> bool:
-        return self.settings.mode == "async"
+
+def _median(numbers: Iterable[float]) -> float:
+    """Of two in the middle the larger."""
+    found = sorted(numbers)
+    return found[len(found) // 2]
 
 
 def float32(number: float) -> float:

@@ -27,7 +27,7 @@ from forgather_cli.terminal.folding import tell
 
 log = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "DILOCO_TOKEN"
+TOKEN_VARIABLE, CONTROL_VARIABLE = "DILOCO_TOKEN", "DILOCO_CONTROL_TOKEN"
 
 
 def work(settings: DilocoServerSettings, config: Config, run: RunDir, rank: RankContext) -> ExitStatus:
@@ -37,35 +37,37 @@ def work(settings: DilocoServerSettings, config: Config, run: RunDir, rank: Rank
         # freed blocks from 1 MiB on go back to the system at once, else gaps in the heap add up (glibc 2.36, whose own
         # limit grows to 32 MiB)
         libc.mallopt(-3, 1 << 20)  # M_MMAP_THRESHOLD
-    token, token_file = token_of(run, settings)
+    token, token_file = token_of(run.diloco_token, TOKEN_VARIABLE, settings.token_file)
+    control, control_file = token_of(run.diloco_control_token, CONTROL_VARIABLE)
     with listening(settings) as listener:
         model = GlobalModel(config, run, settings)
-        server = Server(model, run, settings, rank, token)
+        server = Server(model, run, settings, rank, token, control)
         rank.stepped(model.saved)  # what could be refused has been: a run that this one overwrites goes
         port = int(listener.getsockname()[1])
         address = {"host": settings.host, "port": port, "tls": settings.tls_certificate is not None}
         write_whole(run.diloco_address, json.dumps({**address, "token_file": str(token_file), "pid": os.getpid()}))
-        _tell(settings, run, port, token_file)
+        _tell(settings, run, port, token_file, control_file)
         try:
             return asyncio.run(server.serve(listener))
         finally:
             run.diloco_address.unlink(missing_ok=True)
 
 
-def token_of(run: RunDir, settings: DilocoServerSettings) -> tuple[str, Path]:
-    """The token, and the file that has it: ``token_file``, else ``RUN/diloco.token``, made by the first start."""
-    if settings.token_file is not None:
-        path = Path(settings.token_file)
+def token_of(path: Path, variable: str, stated: str | None = None) -> tuple[str, Path]:
+    """A token, and the file that has it: the ``stated`` one, else ``path``, made by the first start."""
+    if stated is not None:
+        path = Path(stated)
         token = read_text(path, lambda why: SetupError(f"diloco.token_file: {why}; give a file with the token")).strip()
     else:
-        path, given = run.diloco_token, os.environ.get(TOKEN_VARIABLE)
+        given = os.environ.get(variable)
         kept = read_text(path).strip() if path.exists() else None
         token = given or (secrets.token_hex(32) if kept is None else kept)
         if token != kept:
             write_whole(path, token + "\n", mode=0o600)
     if len(token) < 16 or not token.isascii() or " " in token:
         remedy = "make one with: openssl rand -hex 32"
-        raise SetupError(f"diloco.token_file: {path} must hold 16 letters or more, got {len(token)}; {remedy}")
+        setting = variable if stated is None else "diloco.token_file"
+        raise SetupError(f"{setting}: {path} must hold 16 letters or more, got {len(token)}; {remedy}")
     return token, path.absolute()
 
 
@@ -84,14 +86,13 @@ def listening(settings: DilocoServerSettings) -> Iterator[socket.socket]:
         listener = socket.create_server((settings.host, settings.port), family=family, backlog=1024)
     except OSError as error:
         where, reason = f"{settings.host}:{settings.port}", os.strerror(error.errno) if error.errno else error
-        raise SetupError(
-            f"diloco.port: {where} cannot be listened on ({reason}); choose another one, or 0 for any"
-        ) from error
+        what = f"diloco.port: {where} cannot be listened on ({reason})"
+        raise SetupError(f"{what}; choose another one, or 0 for any") from error
     with listener:
         yield listener
 
 
-def _tell(settings: DilocoServerSettings, run: RunDir, port: int, token_file: Path) -> None:
+def _tell(settings: DilocoServerSettings, run: RunDir, port: int, token_file: Path, control_file: Path) -> None:
     """Print where the server is and what a worker types."""
     host = socket.gethostname() if settings.host in ("0.0.0.0", "::") else settings.host
     scheme = "https://" if settings.tls_certificate else ""
@@ -99,6 +100,7 @@ def _tell(settings: DilocoServerSettings, run: RunDir, port: int, token_file: Pa
     tell(f"run      {shown(run.root)}")
     tell(f"server   {scheme}{host}:{port}, waits for {settings.workers} workers")
     tell(f"token    {shown(token_file)}")
+    tell(f"control  {shown(control_file)}, for forgather diloco save and stop from elsewhere")
     tell(f"worker   DILOCO_TOKEN=$(cat {token}) forgather diloco worker RECIPE --server {scheme}{host}:{port}")
     tell(f"status   forgather diloco status {shlex.quote(shown(run.root))}")
     if settings.insecure and not settings.tls_certificate:

@@ -12,7 +12,6 @@ import logging
 import math
 import signal
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -25,9 +24,8 @@ from forgather_cli.diloco.api import Api, Service
 from forgather_cli.diloco.global_model import GlobalModel
 from forgather_cli.diloco.http_server import serving
 from forgather_cli.diloco.ledger import Closed, drop_lines, hashes_of, read_ledger, write_line
-from forgather_cli.diloco.registry import Registry
+from forgather_cli.diloco.registry import Registry, Worker, clock
 from forgather_cli.diloco.rounds import Rounds
-from forgather_cli.documents.regular_files import read_state
 from forgather_cli.errors import SetupError, TrainingError
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import DONE, STOPPED, ExitStatus, Kind, done, write_exit_record
@@ -45,42 +43,39 @@ class Server:
     """The loop of one run: it opens, closes and computes rounds, and saves."""
 
     def __init__(
-        self, model: GlobalModel, run: RunDir, settings: DilocoServerSettings, rank: RankContext, token: str
+        self, model: GlobalModel, run: RunDir, settings: DilocoServerSettings, rank: RankContext, *tokens: str
     ) -> None:
-        """Bring the run to where its ledger ends. Raises SetupError."""
+        """Bring the run to where its ledger ends. ``tokens``: of members, and of control. Raises SetupError."""
         self._model, self._run, self._settings, self._rank = model, run, settings, rank
         ledger = read_ledger(run.rounds)
-        known = read_state(run.diloco_workers, "its workers register anew")
-        registry = None if known is None else Registry.from_document(known)
+        registry = Registry.read(run.diloco_workers)
         initial, kept = model.begin(ledger)
         if goes_back := len(kept) < len(ledger):
             model.submissions.drop(kept[-1].round)
             drop_lines(run.rounds, len(kept), run.dropped_rounds)
+        shapes, dropped, now = wire.model_hash(model.shapes.items()), hashes_of(run.dropped_rounds), clock()
         self._rounds = Rounds(
-            settings,
-            initial=initial,
-            model=wire.model_hash(model.shapes.items()),
-            ledger=kept,
-            dropped=hashes_of(run.dropped_rounds),
-            registry=registry,
-            now=time.monotonic(),
+            settings, initial=initial, model=shapes, ledger=kept, dropped=dropped, registry=registry, now=now
         )
         self._service = Service(run, settings, model, self._rounds)
         if (line := self._rounds.line) is not None:
             for member in line.members:
                 if (submission := model.submissions.sent(member.round, member.slot)) is not None:
                     if goes_back or not submission.norms:  # else that was answered
-                        submission = self._rounds.arrived(self._service.examined(submission), model.sizes)
-                    self._rounds.submit(submission, time.monotonic())
+                        submission = self._service.examined(submission)
+                    self._rounds.submit(submission, now)
             self._forget()
         elif model.saved < 0:
-            model.save(0, "", 0, time.time(), {})
+            model.save(0, "", 0, now, {})
             if model.saved < 0:
                 raise SetupError(f"{run.checkpoints}: the initial weights could not be saved (see above)")
         self._metrics = RecordFile(run.metrics)
         self._metrics.begin(line.round if line else 0)
         self._thread = ThreadPoolExecutor(1, "diloco-rounds")
-        self._api = Api(self._service, token)
+        self._api = Api(self._service, *tokens)
+        self._told: set[str] = set()
+        """Workers of whom the log says that their influence is bounded."""
+        self._note()
 
     # ----------------------------------------------------------------------------------------------------- what happens
 
@@ -101,14 +96,15 @@ class Server:
         """Open, close and compute rounds, and save, as it is time; returns how it ended."""
         rounds, ended_round = self._rounds, False
         while True:
-            if rounds.evict(self._service.now()):
-                self._write_registry()
+            if evicted := rounds.evict(self._service.now()):
+                self._note(*evicted)
             if (signum := self._rank.poll()) is not None:
                 self._rank.acknowledge(signum)
                 await self._save_last()
                 return ExitStatus(0, Kind.STOPPED, STOPPED, f"stopped by {signal.Signals(signum).name}")
             at_rest = rounds.line is None or not rounds.live() or ended_round
-            if self._service.stops_now or rounds.finished or (self._service.wants_stop and at_rest):
+            stops = "stop_now" in self._service.commands or ("stop" in self._service.commands and at_rest)
+            if stops or rounds.finished:
                 self._service.over = rounds.finished or "stopped by a command"
                 self._service.notify()
                 await self._save_last()
@@ -119,8 +115,8 @@ class Server:
                     tell(f"\n{rounds.finished}; raise it to go on\nnewest   {newest}")
                     return done(0, rounds.finished)
                 return ExitStatus(0, Kind.STOPPED, DONE, f"stopped by a command after {number} rounds")
-            if self._service.wants_save:
-                self._service.wants_save = False
+            if "save" in self._service.commands:
+                self._service.commands.remove("save")
                 await self._save()
             if ended_round := bool(rounds.can_open() or rounds.close(self._service.now(), self._model.sizes)):
                 await self._next_round()
@@ -130,24 +126,28 @@ class Server:
 
     async def _next_round(self) -> None:
         """Compute the end of the closing round, if there is one, and open the next."""
-        rounds, closing, begun = self._rounds, self._rounds.closing, time.monotonic()
+        rounds, closing, begun = self._rounds, self._rounds.closing, clock()
         if closing is not None:
             closing = await self._stepped(closing)
             for name, why in closing.rejected:
                 log.warning("round %d: the submission of %s is rejected: %s", rounds.lines[-1].round, name, why)
-            if closing.rejected:
-                self._write_registry()  # who was rejected too often is given up
-        line, seconds = (
-            rounds.opening(datetime.now(UTC).isoformat(timespec="milliseconds")),
-            time.monotonic() - rounds.opened,
-        )
+            if closing.evicted:
+                self._note(*(rounds.registry.workers[name] for name in closing.evicted))
+        line = rounds.opening(datetime.now(UTC).isoformat(timespec="milliseconds"))
+        seconds = clock() - rounds.opened
         try:
             write_line(self._run.rounds, line)
         except OSError as error:
-            raise TrainingError(
-                f"{self._run.rounds}: cannot be written: {error.strerror}; make room, then resume"
-            ) from error
-        rounds.append(line, time.monotonic())
+            what = f"{self._run.rounds}: cannot be written: {error.strerror}"
+            raise TrainingError(f"{what}; make room, then resume") from error
+        rounds.append(line, clock())
+        for member in rounds.lines[-2].members if closing else ():
+            if member not in line.members:  # of its round, which is over, it will name no more
+                self._model.submissions.forget(member.worker)
+        for worker in rounds.registry.workers.values():
+            if worker.bounded and worker.name not in self._told:
+                self._told.add(worker.name)
+                log.warning("%s: %s", worker.name, worker.bounded)
         self._service.notify()
         self._rank.stepped(line.round)
         if closing is None:
@@ -159,21 +159,17 @@ class Server:
             "tokens": targets,
             "total_tokens": rounds.tokens,
             "outer_grad_norm": self._service.norm,
-            "staleness": max((line.round - 1 - sent.round for sent, _ in closing.submissions), default=0),
             "members": len(closing.submissions),
             "round_time": seconds,
-            "outer_step_time": time.monotonic() - begun,
+            "staleness": max((line.round - 1 - sent.round for sent, _ in closing.submissions), default=0),
+            "outer_step_time": clock() - begun,
         }
         try:
             self._metrics.add(metrics, step=line.round, epoch=0.0)
         except OSError as error:
             log.warning("%s: lacks round %d: %s", self._run.metrics, line.round, error.strerror)
-        absent = {
-            "missing": closing.missing,
-            "rejected": [name for name, _ in closing.rejected],
-            "evicted": closing.evicted,
-            "left": closing.left,
-        }
+        absent = {what: getattr(closing, what) for what in ("missing", "evicted", "left")}
+        absent["rejected"] = [name for name, _ in closing.rejected]
         told = "".join(f", {what} {', '.join(who)}" for what, who in absent.items() if who)
         what = f"round {line.round - 1} of {len(closing.submissions)} workers: {targets:,} targets"
         print(f"{what}, norm {self._service.norm:.4g}, {seconds:.1f} s{told}", flush=True)
@@ -191,9 +187,9 @@ class Server:
         self._service.norm = norm
         return closing
 
-    def _write_registry(self) -> None:
+    def _note(self, *workers: Worker) -> None:
         try:
-            self._service.write_registry()
+            self._service.note(*workers)
         except OSError as error:  # after a restart they are given up once more
             log.warning("%s: cannot be written: %s", self._run.diloco_workers, error.strerror)
 
@@ -203,6 +199,7 @@ class Server:
             oldest = self._rounds.lines[min([line.round, *(member.round for member in line.members)])]
             opened = datetime.fromisoformat(oldest.time).timestamp()  # what members send for it came later
             await self._in_thread(self._model.save, line.round, line.hash, oldest.round, opened, metrics)
+            self._model.submissions.forget("")
 
     async def _save_last(self) -> None:
         """Before the end. Raises TrainingError."""
@@ -221,8 +218,8 @@ class Server:
 
     async def _bid_farewell(self) -> None:
         """Until all workers know that training is over, or a minute has passed."""
-        end = time.monotonic() + _FAREWELL
-        while {worker.generation for worker in self._rounds.live()} - self._service.told and time.monotonic() < end:
+        end = clock() + _FAREWELL
+        while {worker.generation for worker in self._rounds.live()} - self._service.told and clock() < end:
             if self._rank.poll() is not None:
                 return
             await asyncio.sleep(_TICK)

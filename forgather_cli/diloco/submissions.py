@@ -10,7 +10,7 @@ import json
 import math
 import os
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -24,11 +24,12 @@ from forgather_cli.checkpoint.tensors import TensorReader, dtype_of
 from forgather_cli.diloco.encoding import Compression, decode, encode, num_bytes
 from forgather_cli.diloco.fragments import Shapes
 from forgather_cli.diloco.ledger import Submission
-from forgather_cli.diloco.wire import MAX_PART_HEADER
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.documents.regular_files import open_file, read_json_object, read_state
-from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.errors import SetupError
 
+_HEADER = 512
+"""Bytes that a tensor takes in the headers of its parts."""
 _VALUES = 1 << 17
 """Of a tensor that are worked on at a time."""
 
@@ -38,8 +39,10 @@ class Submissions:
 
     def __init__(self, root: Path, shapes: Shapes, compression: Compression) -> None:
         self.root, self._shapes, self._compression = root, shapes, compression
-        self.most_bytes = sum(num_bytes(shape, "fp32") for shape in shapes.values()) + MAX_PART_HEADER
-        """Of one part."""
+        self.most_bytes = 2 * sum(num_bytes(shape, compression) + _HEADER for shape in shapes.values())
+        """That a worker's parts may take as long as no manifest names them: twice its change."""
+        self.unnamed: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        """By worker (empty: of nobody knows whom), their bytes by SHA-256, or by temporary name while they come."""
         (root / "parts").mkdir(parents=True, exist_ok=True)
         self._kept: Counter[str] = Counter()
         self._lock = threading.Lock()  # ``clean`` has a thread of its own
@@ -50,11 +53,10 @@ class Submissions:
 
     def has(self, sha256: str) -> bool:
         """Whether a part is there; it is wanted still then, and stays for a while."""
-        try:
+        with suppress(FileNotFoundError):
             os.utime(self.part(sha256))
-        except FileNotFoundError:
-            return False
-        return True
+            return True
+        return False
 
     @contextmanager
     def keeping(self, parts: Sequence[str]) -> Iterator[None]:
@@ -73,12 +75,22 @@ class Submissions:
         """Write and sync the manifest of a submission, whose parts are there. Raises OSError."""
         path = self.root / f"round-{submission.round:08d}-slot-{submission.slot:04d}.json"
         replace_file(path, json.dumps(asdict(submission)).encode(), sibling(path, "tmp"))
+        for held in self.unnamed.values():
+            for part in submission.parts:
+                held.pop(part, None)
 
     def sent(self, round: int, slot: int) -> Submission | None:
         """What a slot has sent for a round; a manifest that cannot be read is set aside, and its worker sends again."""
         path = self.root / f"round-{round:08d}-slot-{slot:04d}.json"
         known = read_state(path, "its worker sends it again")
         return None if known is None else Submission.from_document(known)
+
+    def forget(self, worker: str) -> None:
+        """Delete the parts of a worker that no manifest names."""
+        with self._lock:
+            for part in self.unnamed.pop(worker, ()):
+                if not self._kept[part]:
+                    self.part(part).unlink(missing_ok=True)
 
     def drop(self, after: int) -> None:
         """Delete manifests of later rounds than ``after``, which are gone."""
@@ -110,15 +122,6 @@ class Submissions:
     def open(self, parts: Sequence[str]) -> Sent:
         """What these parts hold. Raises CheckpointError, OSError or what parsing raises for files that are none."""
         return Sent([_Part(self.part(sha256)) for sha256 in parts], self._shapes, self._compression)
-
-    def norms(self, parts: Sequence[str], fragments: Sequence[Collection[str]]) -> tuple[float, ...]:
-        """The norms of the change that these parts are, one for the parameters of each fragment: reads all of them.
-        Raises ValueError that says why they are none.
-        """
-        try:
-            return self.open(parts).norms(fragments)
-        except (CheckpointError, OSError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"a part cannot be read: {error}") from error
 
 
 class Sent:

@@ -14,20 +14,22 @@ from collections.abc import Iterable, Sequence
 WIRE_VERSION = 2
 """2: in sync mode /next says whether a submission counts."""
 VERSION_HEADER = "Forgather-Wire"
+GENERATION_HEADER = "Forgather-Generation"
+"""Of a PUT: whose part it is."""
 MAX_JSON = 1 << 20
 """Bytes of a JSON body."""
 MAX_WAIT = 30.0
 """Seconds that ``/next`` waits at most."""
 MAX_NUMBER = 1 << 53
 """Of every number in a message: what JSON's readers hold alike (RFC 8259, section 6)."""
-MAX_TEXT = 4096
+MAX_TEXT = 256
 """Characters of every text in a message."""
 MAX_BATCH = 1 << 20
 """Sequences of a worker's step."""
 MAX_REJECTED = 3
 """Submissions of a worker in a row that are rejected; then the server gives it up, and it ends."""
-MAX_PART_HEADER = 1 << 24
-"""Bytes that a part may have beside its tensors."""
+MAX_MEMBERS = 1024
+"""Workers that may have registered."""
 
 # of /next and /heartbeat
 OPEN, WAITING, STOPPED, OK = "open", "waiting", "stopped", "ok"

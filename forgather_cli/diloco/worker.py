@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 _POLL = 1.0  # seconds that the server may take to answer that there is nothing new, between two looks at signals
 _LOOK = 0.05  # seconds between two looks at what other threads, ranks and files do
+_STANDS = ("round", "hash", "slot", "given", "targets", "pending")
+_TRAINED = ("local_step", "sync_every", "total_sync_time")
 SLOT_SEEDS = 1 << 20
 """Ranks apart are the seeds of two workers' dropout."""
 
@@ -58,6 +60,8 @@ class DilocoWorker:
         self._joined = False
         self._has_left = False
         """The server has its last submission."""
+        self._is_bounded = False
+        """The log says that the server bounds this worker's influence."""
         # of the server, the same for all workers
         self._is_async = False
         self._overlap, self._alpha = 0, 0.0
@@ -107,10 +111,9 @@ class DilocoWorker:
         """
         run = self._run
         if run.train_loader is None or not is_map_style(run.train_loader.dataset):
-            raise SetupError(
-                "callbacks.diloco: needs training data whose samples have numbers, which the server gives out to the "
-                "workers, got a stream; choose data=text or another that is tokenized before training"
-            )
+            what = "needs training data whose samples have numbers, which the server gives out to the workers, got a"
+            remedy = "choose data=text or another that is tokenized before training"
+            raise SetupError(f"callbacks.diloco: {what} stream; {remedy}")
         _ = self._exchange.parts  # collective
         self._meet()
         self._mark = time.monotonic()
@@ -224,11 +227,10 @@ class DilocoWorker:
         document = {
             "worker": worker,
             "secret": secret,
-            "host": socket.gethostname(),
+            "host": socket.gethostname()[: wire.MAX_TEXT],
             "pid": os.getpid(),
-            "run": str(run.run_dir.root),
+            "run": str(run.run_dir.root)[-wire.MAX_TEXT :],
             "model": wire.model_hash(parts.shapes),
-            "num_tensors": len(parts.shapes),
             "data": f"{description.get('fingerprint')}, seed {run.seed}",
             "tokenizer": description.get("tokenizer"),
             "batch": run.batch_plan.global_batch,
@@ -243,6 +245,7 @@ class DilocoWorker:
             return False
         is_first, told = not self._exchange.names, answer["settings"]
         self._generation = answer["generation"]
+        self._link.client.headers = {wire.GENERATION_HEADER: str(self._generation)}
         self._is_async, self._overlap, self._alpha = told["mode"] == "async", told["overlap"], told["alpha"]
         self._exchange.agree(told)
         self._round_steps = told["sync_every"] // told["num_fragments"]
@@ -259,8 +262,8 @@ class DilocoWorker:
         return {
             "generation": self._generation,
             "step": self._run.state.global_step,
-            "tokens_per_second": self._tokens_per_second,
             "sent": self._link.sent,
+            "tokens_per_second": self._tokens_per_second,
             "received": self._link.received,
         }
 
@@ -273,6 +276,9 @@ class DilocoWorker:
             return False
         if self._pending is not None and self._counts is None:
             self._settle(*(opened["answer"] or (wire.LATE, "")))
+        if (bounded := opened.get("bounded")) and not self._is_bounded:
+            self._is_bounded = True
+            log.warning("the DiLoCo server says: %s", bounded)
         if self._brought is None and not self._link.on_all_ranks(
             lambda: fresh.update(self._fetch(self._link.client, opened))
         ):
@@ -352,7 +358,6 @@ class DilocoWorker:
             "files": [(name, digest) for name, digest, _, parts in told if parts],
             "targets": self._targets,
             "ranges": [list(each) for each in first(total(self._given) - total(left), self._given)],
-            "speed": self.local_step / max(self._trained_seconds, 1e-9),
             "leaves": leaves,
             "left": left,
             "step": run.state.global_step,
@@ -364,13 +369,9 @@ class DilocoWorker:
     def _manifest(self) -> dict[str, Any]:
         pending = self._pending
         assert pending is not None
-        return {
-            "round": self._round,
-            "hash": self._hash,
-            "parts": [digest for _, digest in pending["files"]],
-            **{key: pending[key] for key in ("targets", "ranges", "speed", "leaves")},
-            **self._report(),
-        }
+        told = {key: pending[key] for key in ("targets", "ranges", "leaves")}
+        parts = [digest for _, digest in pending["files"]]
+        return {"round": self._round, "hash": self._hash, "parts": parts, **told, **self._report()}
 
     def _submit(self) -> bool:
         """Send the pending submission. False if training ends instead."""
@@ -461,41 +462,26 @@ class DilocoWorker:
 
     def state_dict(self) -> dict[str, Any]:
         """Of each rank. The round's first weights are not there: the server has them."""
-        return {
-            "round": self._round,
-            "hash": self._hash,
-            "slot": self._slot,
-            "given": self._given,
-            "targets": self._targets,
-            "pending": self._pending,
-            "local_step": self.local_step,
-            "sync_every": self.sync_every,
-            "counts": [self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments],
-            "total_sync_time": self.total_sync_time,
-            **self._exchange.state_dict(),
-        }
+        counts = [self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments]
+        stands = {name: getattr(self, f"_{name}") for name in _STANDS}
+        trained = {name: getattr(self, name) for name in _TRAINED}
+        return {**stands, **trained, "counts": counts, **self._exchange.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._joined, self._flight, self._brought = False, None, None
         self._exchange.load_state_dict(state)
-        for name in ("round", "hash", "slot", "given", "targets", "pending"):
+        for name in _STANDS:
             setattr(self, f"_{name}", state[name])
         self._counts = None if self._pending else True
-        for name in ("local_step", "sync_every", "total_sync_time"):
+        for name in _TRAINED:
             setattr(self, name, state[name])
         self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments = state["counts"]
 
     def facts(self) -> dict[str, float]:
         """How the exchanges go, for logs: counts, seconds, bytes of all ranks; the norm is of the last round."""
-        found = {
-            "sync_count": self.sync_count,
-            "local_step": self.local_step,
-            "sync_every": self.sync_every,
+        own = (*_TRAINED, "sync_count", "reconnections", "dylu_adjustments", "staleness")
+        found = {name: getattr(self, name) for name in own} | {
             "sync_retries": self._link.retries,
-            "reconnections": self.reconnections,
-            "dylu_adjustments": self.dylu_adjustments,
-            "staleness": self.staleness,
-            "total_sync_time": self.total_sync_time,
             "sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
             "bytes_sent": self._link.sent,
             "bytes_received": self._link.received,

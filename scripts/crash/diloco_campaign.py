@@ -5,25 +5,24 @@
     scripts/diloco_campaign 60 --lying                # beside a third member that holds the token and lies
     scripts/diloco_campaign 20 --lying --mode async   # or plain, fragments
     scripts/diloco_campaign 40 --honest               # nobody lies, and nobody may be rejected
-    scripts/diloco_campaign 3 --honest --control      # by a rule that is wrong: trials must fail
+    scripts/diloco_campaign --influence               # how far liars take a model: diloco_influence.py
+    scripts/diloco_campaign 3 --lying --mode plain --control  # nobody is bounded: trials with a liar who plays fail
 
 A trial draws two workers' layouts, a compression, and whether whole weights are exchanged or fragments beside training,
 and kills the server, a worker (its launcher, or one of its ranks)
 or several of them with SIGKILL, one to four times, at instants spread over the run; what was killed is started again at
 once. The global weights after the last round, and what each worker has trained, must be those of an undisturbed run of
 the same layouts, bit for bit. With ``--lying`` the undisturbed run has a third member too, which sends NaN in each
-round, or no third member where the liar's registrations are refused. With ``--mode`` half of the liars, in async mode
-all, send changes too that may count, tiny ones and growing ones in turn with huge ones; then the weights are nobody's,
-but all that the honest send must count, and nothing of the liar's that is beyond them while they are most.
-``--control`` makes ``max_change`` 1e9. ``--honest`` is in ``diloco_honest.py``. Exit code 1 if a trial fails; its runs
-are kept.
+round, or no third member where the liar's registrations are refused. With ``--mode`` half of the liars, in async
+mode all, send changes too that count, tiny, growing and huge ones; then the weights are nobody's, but all that the
+honest send must count, and in sync mode nothing of the liar's may weigh more than ``max_share`` allows (``--control``:
+null). ``--honest`` is in ``diloco_honest.py``. Exit code 1 if a trial fails; its runs are kept.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -50,7 +49,7 @@ from forgather_cli.diloco.wire import VERSION_HEADER, WIRE_VERSION
 ROUNDS, SYNC_EVERY = 3, 3
 ROUNDS_OF_LIARS = 5  # the liar is given up after three
 MODES = ("plain", "async", "fragments")
-TOKEN = "a-token-of-this-campaign"
+TOKEN, CONTROL = "a-token-of-this-campaign", "the-control-token-of-it"
 LAYOUTS = {
     "single": ["trainer=single"],
     "ddp2": ["trainer=ddp", "nproc_per_node=2"],
@@ -190,7 +189,7 @@ class Campaign:
         """``seconds``: over which kills are spread where there is no undisturbed run to compare with."""
         self._work, self._pairs, self._lying, self._mode, self._launch = work, pairs, lying, mode, launch
         self._seconds = seconds
-        self._more = ["diloco.max_change=1e9"] if control else []
+        self._more = ["diloco.max_share=null"] if control else []
 
     def trial(self, seed: int) -> Trial:
         trial = draw(seed, self._pairs, self._lying, self._mode)
@@ -199,7 +198,7 @@ class Campaign:
             if trial.liar == "plays":
                 shutil.rmtree(root, ignore_errors=True)
                 self._run(trial, root, self._seconds)
-                trial.problems += thrown_out(root / "server", allowed={"c"})
+                trial.problems += thrown_out(root / "server", allowed={"c"}) + _heavy(root / "server")
                 if not trial.problems:
                     shutil.rmtree(root)
                 return trial
@@ -254,7 +253,8 @@ class Campaign:
                     raise RuntimeError(f"{', '.join(left)} did not come to an end")
                 time.sleep(0.1)
             if liar is not None:
-                trial.problems += liar.problems + _wrongly_counted(liar, root / "server")
+                counted = [f"round {round}: {what} of the liar counts" for round, what in liar.counted.items()]
+                trial.problems += liar.problems + counted
                 trial.done.append("lies: " + ", ".join(f"{what} {n}" for what, n in sorted(liar.told.items())))
             codes = {name: member.process.poll() for name, member in members.items()}
             # a worker that was killed after its last round finds no server any more: it waits, and ends to be resumed
@@ -269,6 +269,7 @@ def team(root: Path, port: int, server: list[str], workers: dict[str, list[str]]
     (root / "token").write_text(TOKEN)
     (root / "token").chmod(0o600)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(root.parent / "cache")}
+    environment["DILOCO_CONTROL_TOKEN"] = CONTROL
     environment["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
     )
@@ -290,7 +291,7 @@ def team(root: Path, port: int, server: list[str], workers: dict[str, list[str]]
 
 def stop(port: int, command: str) -> None:
     """Tell the server to ``stop`` at the end of its round, or to ``stop_now``, if it is there."""
-    headers = {"Authorization": f"Bearer {TOKEN}", VERSION_HEADER: str(WIRE_VERSION)}
+    headers = {"Authorization": f"Bearer {CONTROL}", VERSION_HEADER: str(WIRE_VERSION)}
     with contextlib.suppress(OSError):
         urlopen(
             Request(f"http://127.0.0.1:{port}/control", json.dumps({"command": command}).encode(), headers), timeout=5
@@ -307,21 +308,14 @@ def thrown_out(server: Path, allowed: Collection[str] = ()) -> list[str]:
     return found
 
 
-def _wrongly_counted(liar: Liar, server: Path) -> list[str]:
-    """What the liar has sent and must not count. How large a change may be is its to say once it is half of all."""
-    lines = read_ledger(server / "rounds.jsonl")
-    outvoted = {
-        sent.round
-        for before, line in itertools.pairwise(lines)
-        if line.closed is not None and len(before.members) > 2
-        for sent, _ in line.closed.submissions
-        if sent.worker == "c"
-    }
-    return [
-        f"round {round}: {what} of the liar counts"
-        for round, what in liar.counted.items()
-        if what != "1000 x" or round in outvoted
-    ]
+def _heavy(server: Path) -> list[str]:
+    """Rounds in which the liar has more influence than twice the median of three members."""
+    found = []
+    for closed in (line.closed for line in read_ledger(server / "rounds.jsonl")):
+        products = {sent.worker: weight * sent.norms[0] for sent, weight in closed.submissions} if closed else {}
+        if len(products) == 3 and products.get("c", 0.0) > 2.001 * sorted(products.values())[1]:
+            found.append(f"the liar weighs {products['c']:.3g} beside {products}")
+    return found
 
 
 @contextlib.contextmanager
@@ -359,6 +353,10 @@ def _differences(root: Path, reference: Path) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if sys.argv[1:2] == ["--influence"]:
+        import diloco_influence
+
+        return diloco_influence.main(sys.argv[2:])
     parser.add_argument("trials", type=int)
     parser.add_argument("--seed", type=int, default=0, help="of the first trial")
     parser.add_argument("--layouts", nargs=2, choices=LAYOUTS, help="of the workers, default: drawn")
@@ -374,7 +372,7 @@ def main() -> int:
     if arguments.honest:
         from diloco_honest import HonestCampaign
 
-        campaign = HonestCampaign(work, mode=arguments.mode, control=arguments.control)
+        campaign = HonestCampaign(work, mode=arguments.mode)
     else:
         options = {"lying": arguments.lying, "mode": arguments.mode, "control": arguments.control}
         campaign = Campaign(work, pairs, **options)

@@ -3,8 +3,7 @@
 A trial draws how whole weights or 2 to 8 fragments are exchanged, how many workers there are, how often they meet, the
 wire, learning rate and warm-up, who has longer batches, rows of equal or different length, a rate that rises 20-fold
 for all (sync mode), and a short last round; in async mode rounds that follow each worker's speed. A worker whose loss
-ends above its start has diverged, and may be rejected. With ``--control`` trials are judged as if one median stood for
-all fragments.
+ends above its start has diverged, and may be rejected.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import json
 import math
 import random
 import shutil
-import statistics
 import subprocess
 import time
 from pathlib import Path
@@ -51,8 +49,8 @@ class Rise(TrainerCallback):
 class HonestCampaign:
     """Trials under ``work``."""
 
-    def __init__(self, work: Path, *, mode: str = "", control: bool = False, launch: Launch = cold) -> None:
-        self._work, self._mode, self._control, self._launch = work, mode, control, launch
+    def __init__(self, work: Path, *, mode: str = "", launch: Launch = cold) -> None:
+        self._work, self._mode, self._launch = work, mode, launch
 
     def trial(self, seed: int, sync_every: int | None = None) -> Trial:
         """``sync_every``: steps between two exchanges, of which a short trial has three; else both are drawn."""
@@ -83,7 +81,7 @@ class HonestCampaign:
         server += ["diloco.mode=async"] if mode == "async" else []
         try:
             self._run(root, free_port(seed), server, {name: [*shape, *own] for name, own in workers.items()})
-            problems = _by_one_median(root / "server") if self._control else thrown_out(root / "server")
+            problems = thrown_out(root / "server")
             diverged = [name for name in workers if _has_diverged(root / name)]
             trial.done += [f"{name} diverges" for name in diverged]
             trial.problems += problems if not diverged else []
@@ -109,20 +107,6 @@ class HonestCampaign:
                 time.sleep(0.1)
             if any(codes := {name: member.process.poll() for name, member in members.items()}.values()):
                 raise RuntimeError(f"exit codes {list(codes)}")
-
-
-def _by_one_median(server: Path) -> list[str]:
-    """Who would be rejected if a change might be ten times the median norm of those that have counted."""
-    counted: list[float] = []
-    found = []
-    for closed in (line.closed for line in read_ledger(server / "rounds.jsonl")):
-        for sent, _ in closed.submissions if closed else ():
-            norm = math.hypot(*sent.norms)
-            if len(counted) >= 5 and norm > 10 * statistics.median(counted):
-                found.append(f"{sent.worker} would be rejected in round {sent.round}")
-            else:
-                counted.append(norm)
-    return found
 
 
 def _has_diverged(run: Path) -> bool:

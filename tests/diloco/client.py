@@ -98,6 +98,7 @@ class FakeWorker:
     compression: Compression = "fp32"
     batch: int = 4
     num_parts: int = 2
+    shows_generation: bool = True
     generation: int = -1
     offer: Any = None
     sent: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class FakeWorker:
         shapes = self.client.shapes
         told = {
             "worker": self.name, "secret": f"secret of {self.name}", "host": "here", "pid": os.getpid(), "run": "run",
-            "model": model_hash(shapes.items()), "num_tensors": len(shapes), "data": "d", "tokenizer": "t",
+            "model": model_hash(shapes.items()), "data": "d", "tokenizer": "t",
             "batch": self.batch, "stated": {}, "round": None, "parent": None,
             "leaves": False, "dylu": False,
         }  # fmt: skip
@@ -143,7 +144,8 @@ class FakeWorker:
     def put(self, parts: list[bytes]) -> list[str]:
         sums = [hashlib.sha256(part).hexdigest() for part in parts]
         for name, part in zip(sums, parts, strict=True):
-            answer = self.client.ask("PUT", f"/parts/{name}", part)
+            whose = {"Forgather-Generation": str(self.generation)} if self.shows_generation else {}
+            answer = self.client.ask("PUT", f"/parts/{name}", part, **whose)
             assert answer.status in (200, 202), answer.content
         return sums
 

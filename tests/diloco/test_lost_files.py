@@ -36,7 +36,7 @@ def test_who_takes_part_is_made_again_and_what_was_sent_is_sent_again(is_gone: b
     run = RunDir(tmp_path / "run")
     (manifest,) = run.submissions.glob("round-*.json")
     for path in (run.diloco_workers, manifest):
-        path.unlink() if is_gone else path.write_bytes(path.read_bytes()[:-9])
+        path.unlink() if is_gone else path.write_bytes(path.read_bytes()[9:])
     with serving(tmp_path / "run", resume=True) as server:
         a.client = b.client = server.client
         assert a.register(secret="another")["stood"] == "fresh"

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from whole_batch import equal
 from forgather_cli.cli.app import app
 from forgather_cli.config.schema import DilocoServerSettings
 from forgather_cli.diloco.ledger import read_ledger
-from forgather_cli.diloco.serve import listening
+from forgather_cli.diloco.serve import listening, token_of
 from forgather_cli.errors import SetupError
 from forgather_cli.inference.source import load_source
 from forgather_cli.run_dir import RunDir
@@ -272,7 +273,7 @@ def test_a_stranger_opens_nothing_and_another_version_is_told_both(served: Serve
         ("/heartbeat", b"x" * ((1 << 20) + 1), 413),
         ("/weights/0", {"ranges": [[0, 10**12]]}, 400),
         ("/weights/9", {"ranges": [[0, 1]]}, 404),
-        ("/control", {"command": "rm"}, 400),
+        ("/control", {"command": "stop_now"}, 403),
         ("/weights/" + "9" * 5_000, {"ranges": [[0, 1]]}, 404),
         ("/weights/" + "9" * 40, {"ranges": [[0, 1]]}, 404),
         ("/weights/0", {"ranges": [[0, 10**30]]}, 400),
@@ -284,20 +285,167 @@ def test_a_stranger_opens_nothing_and_another_version_is_told_both(served: Serve
         ("/heartbeat", b'{"generation": 1, "step": %s}' % (b"9" * 5_000), 400),
     ],
 )  # fmt: skip
-def test_messages_that_are_none(served: Served, worker: FakeWorker, path: str, body: Any, status: int) -> None:
+def test_messages_that_are_refused(served: Served, worker: FakeWorker, path: str, body: Any, status: int) -> None:
     answer = served.client.ask("POST", path, body)
     assert answer.status == status, answer.content
     assert answer.json["error"]
 
 
 @pytest.mark.parametrize(
-    "more", [{"batch": 10**30}, {"batch": 0}, {"batch": 2**21}, {"pid": -1}, {"round": 10**400}, {"host": "h" * 5_000}]
+    "more", [{"batch": 10**30}, {"batch": 0}, {"batch": 2**21}, {"pid": -1}, {"round": 10**400}, {"host": "h" * 257}]
 )
 def test_registrations_with_impossible_numbers(worker: FakeWorker, more: dict[str, Any]) -> None:
     told = FakeWorker(worker.client, "x").registration(**more)
     answer = worker.client.ask("POST", "/register", told)
     assert (answer.status, next(iter(more)) in answer.json["error"]) == (400, True), answer.content
     assert len(answer.content) < 1000
+
+
+def test_control_wants_a_token_of_its_own(served: Served, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = served.run.diloco_control_token
+    assert file.stat().st_mode & 0o777 == 0o600
+    token = file.read_text().strip()
+    assert (str(file) in served.said(), token in served.said()) == (True, False)
+    answer = Client(served.client.port, token).ask("POST", "/control", {"command": "rm"})
+    assert (answer.status, "stop_now" in answer.json["error"]) == (400, True)
+    address = ("--server", f"127.0.0.1:{served.client.port}")
+
+    def saved(*words: str) -> Any:
+        return CliRunner().invoke(app, ["diloco", "save", *address, *words])
+
+    monkeypatch.delenv("DILOCO_CONTROL_TOKEN", raising=False)
+    assert "DILOCO_CONTROL_TOKEN, or give --control-token-file" in str(saved().exception)
+    assert "a member's token gives no control" in str(
+        saved("--control-token-file", str(served.run.diloco_token)).exception
+    )
+    assert saved("--control-token-file", str(file)).exit_code == 0 or served.client.status()["round"] is None
+    monkeypatch.setenv("DILOCO_CONTROL_TOKEN", token)
+    assert "control" not in str(saved().exception)
+
+
+def test_parts_that_nobody_names_are_bounded_and_go_with_the_round(tmp_path: Path) -> None:
+    """Twice a change for each worker, by the generation that it shows; one that shows none has the others' together."""
+    with serving(tmp_path / "run", *TINY, "diloco.compression=fp32", "diloco.workers=2") as served:
+        a, b = workers = [FakeWorker(served.client, name) for name in "ab"]
+        for worker in workers:
+            worker.register()
+        for worker in workers:
+            worker.next(-1)
+        size = sum(map(len, a.parts(a.change(0))))
+
+        def put(content: bytes, worker: FakeWorker | None = None) -> int:
+            more = {"Forgather-Generation": str(worker.generation)} if worker else {}
+            return served.client.ask("PUT", f"/parts/{hashlib.sha256(content).hexdigest()}", content, **more).status
+
+        def stored() -> int:
+            return sum(path.stat().st_size for path in (served.run.submissions / "parts").glob("*.safetensors"))
+
+        assert [put(bytes([number]) * size, a) for number in range(3)] == [202, 202, 413]
+        assert [put(bytes([9]) * size, worker) for worker in (b, a)] == [202, 200], "it is there"
+        assert put(b"other", FakeWorker(served.client, "z", generation=7)) == 409
+        assert [put(bytes([20 + number]) * size) for number in range(5)] == [202, 202, 202, 202, 413]
+        assert stored() == 7 * size
+        a.register()  # what its start before has sent goes
+        for worker in workers:
+            assert worker.submit(worker.change(0))["status"] == "pending"
+        for worker in workers:
+            assert worker.next(0)["round"] == 1
+        assert stored() == 6 * size, "what was named, and what is of nobody knows whom, until a save"
+        assert put(bytes([0]) * size, a) == 202
+        a.register()
+        assert put(bytes([1]) * size, a) == 202
+        assert put(bytes([0]) * size, a) == 202, "those of its start before are gone"
+
+
+def half_sent(client: Client, content: bytes, generation: int) -> socket.socket:
+    """A PUT of a part that has come to its middle."""
+    head = (
+        f"PUT /parts/{hashlib.sha256(content).hexdigest()} HTTP/1.1\r\nHost: x\r\nForgather-Wire: {client.version}\r\n"
+    )
+    head += f"Authorization: Bearer {client.token}\r\nForgather-Generation: {generation}\r\n"
+    connection = socket.create_connection(("127.0.0.1", client.port))
+    connection.settimeout(60)
+    connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content[: len(content) // 2])
+    return connection
+
+
+def test_a_part_that_comes_twice_at_once_is_counted_once_and_stays(tmp_path: Path) -> None:
+    with serving(tmp_path / "run", *TINY, "diloco.compression=fp32", "diloco.workers=2") as served:
+        a, b = workers = [FakeWorker(served.client, name, num_parts=1) for name in "ab"]
+        for worker in workers:
+            worker.register()
+        for worker in workers:
+            worker.next(-1)
+        folder = served.run.submissions / "parts"
+        ((content,), size) = a.parts(a.change(0)), len(a.parts(a.change(0))[0])
+        names = [hashlib.sha256(bytes([number]) * size).hexdigest() for number in range(3)]
+
+        def put(number: int) -> int:
+            whose = {"Forgather-Generation": str(b.generation)}
+            return served.client.ask("PUT", f"/parts/{names[number]}", bytes([number]) * size, **whose).status
+
+        def coming() -> int:
+            return len(list(folder.glob(".tmp-*")))
+
+        with half_sent(served.client, bytes([0]) * size, b.generation):
+            until(coming)
+        until(lambda: not coming())
+        assert put(0) == 202
+        with half_sent(served.client, content, a.generation) as slow:
+            until(coming)
+            assert a.submit(a.change(0))["status"] == "pending", "its parts have come by another connection"
+            slow.sendall(content[len(content) // 2 :])
+            assert b" 202 " in slow.recv(1000)
+        with half_sent(served.client, bytes([1]) * size, b.generation):
+            until(coming)
+            assert put(1) == 413, "twice of it, and another one, are too many"
+        until(lambda: not coming())
+        assert [put(1), put(2)] == [202, 413], "the one that was cut takes nothing of its count"
+        a.register()  # what it has sent and not named goes
+        assert (folder / f"{hashlib.sha256(content).hexdigest()}.safetensors").exists()
+
+
+def test_in_async_mode_parts_of_nobody_knows_whom_go_with_each_save(tmp_path: Path) -> None:
+    settings = (*TINY, "diloco.compression=fp32", "diloco.mode=async", "diloco.workers=2", "diloco.save_every=1")
+    with serving(tmp_path / "run", *settings) as served:
+        a, b = workers = [FakeWorker(served.client, name, shows_generation=name == "a") for name in "ab"]
+        for worker in workers:
+            worker.register()
+        for worker in workers:
+            worker.next(-1)
+        size = sum(map(len, a.parts(a.change(0))))
+
+        def is_saved(number: int) -> bool:
+            return served.client.status()["checkpoint"] == number
+
+        def stored() -> int:
+            files = (served.run.submissions / "parts").glob("*.safetensors")
+            return sum(path.stat().st_size == size for path in files)
+
+        for round in range(3):
+            for number in range(5):
+                content = bytes([10 * round + number]) * size
+                answer = served.client.ask("PUT", f"/parts/{hashlib.sha256(content).hexdigest()}", content)
+                assert answer.status == (202 if number < 4 else 413)
+            assert a.submit(a.change(round))["status"] == "counted"
+            a.next(round)
+            until(partial(is_saved, round + 1))
+            until(lambda: not stored())
+        assert b.submit(b.change(0))["status"] == "counted", "what it names is kept"
+
+
+def test_many_registrations_do_not_rewrite_the_file_of_all(tmp_path: Path) -> None:
+    with serving(tmp_path / "run", *TINY, "diloco.workers=2000") as served:
+        written = inode(served.run.diloco_workers)
+        for number in range(300):
+            FakeWorker(served.client, f"w{number}").register()
+        lines = served.run.diloco_workers.read_bytes().splitlines()
+        assert (inode(served.run.diloco_workers), len(lines)) == (written, 301)
+        served.end(signal.SIGKILL)
+    with serving(tmp_path / "run", resume=True) as served:
+        assert len(served.client.status()["workers"]) == 300
+        answer = served.client.ask("POST", "/register", FakeWorker(served.client, "w7").registration(secret="another"))
+        assert (answer.status, answer.json["code"]) == (409, "held")
 
 
 def test_parts_that_are_wrong_too_long_or_cut_leave_nothing(served: Served, worker: FakeWorker) -> None:
@@ -339,6 +487,17 @@ def test_submissions_that_do_not_count(worker: FakeWorker) -> None:
     assert worker.client.post("/heartbeat", generation=worker.generation, **heartbeat) == {"state": "ok"}
     (shown,) = worker.client.status()["workers"]
     assert (shown["step"], shown["tokens_per_second"]) == (7, 12.5)
+
+
+def test_a_token_that_is_too_short_is_told_by_where_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file := tmp_path / "token").write_text("short")
+    with pytest.raises(SetupError, match=r"diloco\.token_file: .*token must hold 16 letters"):
+        token_of(tmp_path / "unused", "DILOCO_TOKEN", str(file))
+    monkeypatch.setenv("DILOCO_CONTROL_TOKEN", "short")
+    with pytest.raises(SetupError, match=r"DILOCO_CONTROL_TOKEN: .*kept must hold 16 letters"):
+        token_of(tmp_path / "kept", "DILOCO_CONTROL_TOKEN")
 
 
 def test_a_port_in_use_is_a_set_up_mistake(served: Served) -> None:

@@ -35,6 +35,13 @@ def test_overrides_of_the_server_beside_those_of_the_recipe(tmp_path: Path) -> N
     assert load_server_settings(["diloco.port=0"], tmp_path / "diloco.yaml").workers == 3
 
 
+def test_what_counts_no_more_is_read_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "diloco.yaml").write_text(server_settings_text(DilocoServerSettings()) + "max_change: 10.0\n")
+    assert load_server_settings([], tmp_path / "diloco.yaml") == DilocoServerSettings()
+    assert "diloco.max_change: counts no more" in caplog.text
+    assert load_server_settings(["diloco.max_share=null", "diloco.round_timeout=null"]).max_share is None
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -48,8 +55,9 @@ def test_overrides_of_the_server_beside_those_of_the_recipe(tmp_path: Path) -> N
         ("diloco.alpha=0.3", "set diloco.overlap"),
         ("diloco.quorum=3", "diloco.quorum: is more than diloco.workers=2"),
         ("diloco.grace=3", "set diloco.quorum"),
-        ("diloco.max_change=0.5", "diloco.max_change: must be"),
-        ("diloco.max_change=.nan", "diloco.max_change: must be"),
+        ("diloco.max_share=0.5", "diloco.max_share: must be"),
+        ("diloco.max_share=.nan", "diloco.max_share: must be"),
+        ("diloco.round_timeout=soon", "diloco.round_timeout: must be"),
         ("diloco.tls_key=k", "set diloco.tls_certificate=FILE"),
         ("diloco.host=0.0.0.0", "diloco.insecure=true"),
         ("diloco=server", "diloco=server: the server's settings are set one by one"),

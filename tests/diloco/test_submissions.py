@@ -58,7 +58,7 @@ def test_a_save_deletes_no_part_that_is_being_looked_at(tmp_path: Path) -> None:
     headers = {"authorization": "Bearer t", VERSION_HEADER: str(WIRE_VERSION)}
     scope = {"type": "http", "method": "POST", "path": "/submit",
              "headers": [(key.lower().encode(), value.encode()) for key, value in headers.items()]}  # fmt: skip
-    api = Api(Service(RunDir(tmp_path), settings, cast(GlobalModel, model), rounds), "t")
+    api = Api(Service(RunDir(tmp_path), settings, cast(GlobalModel, model), rounds), "t", "c")
     asyncio.run(api(scope, receive, send))
     assert json.loads(sent[1]["body"]) == {"status": "counted"}
     (submissions.root / "parts" / ".tmp-b").symlink_to("gone")  # an upload that has just got its name

@@ -252,7 +252,6 @@ def slot(path: Path) -> Any:
 
 SENT = json.loads(json.dumps(asdict(Submission(2, "a", 1, ("p",), 9, ((0, 4),), norms=(1.0,)))))
 DOCUMENTS: dict[str, tuple[Callable[[Path], Any], Any]] = {
-    "workers.json": (state, {"data": "d", "tokenizer": None, "workers": []}),
     "worker.json": (state, {"worker_id": "a", "secret": "s"}),
     "round-00000001-slot-0002.json": (slot, SENT),
 }

@@ -47,11 +47,11 @@ class DilocoServerSettings(Settings):
     stochastic_rounding: bool = False
     outer: OuterSettings = OuterSettings()
     weighting: Literal["tokens", "equal"] = "tokens"
-    max_change: Annotated[float, Ge(1)] = 10.0
+    max_share: Annotated[float, Ge(1)] | None = 2.0
     quorum: PositiveInt | None = None
     grace: NonNegative = 0.0
     eviction: PositiveFloat | None = 120.0
-    round_timeout: PositiveFloat | None = None
+    round_timeout: PositiveFloat | Literal["auto"] | None = "auto"
     num_fragments: PositiveInt = 1
     overlap: Count = 0
     alpha: Fraction = 0.5
@@ -70,11 +70,11 @@ class DilocoServerSettings(Settings):
         """``config`` is not read: none of these settings depends on the recipe's."""
         if self.mode == "async":
             fixed = (
-                ("num_fragments", 1), ("overlap", 0), ("quorum", None), ("round_timeout", None),
+                ("num_fragments", 1), ("overlap", 0), ("quorum", None), ("round_timeout", "auto"),
                 ("compression_down", "fp32"), ("weighting", "tokens"),
             )  # fmt: skip
             for name, value in fixed:
-                if (given := getattr(self, name)) != value:
+                if (given := getattr(self, name)) not in (value, None):
                     yield f"diloco.{name}: is of diloco.mode=sync, got {given}; leave it out in async mode"
             if self.outer.momentum and not self.outer.nesterov:
                 yield "diloco.outer.nesterov: must be true in async mode with a momentum, got false; leave it out"
