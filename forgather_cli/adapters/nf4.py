@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +27,8 @@ _PORTION = 1 << 20  # numbers packed at a time, in whole blocks: on a CPU that t
 @cache
 def need_bitsandbytes() -> Any:
     """The package, whose import takes seconds. Raises SetupError with the command that installs it."""
+    # at its import it asks for the package kernels, on CPUs with AVX512-BF16 (0.50)
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return importlib.import_module("bitsandbytes")
     except ImportError as error:

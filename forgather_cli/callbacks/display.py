@@ -51,8 +51,9 @@ class PlainDisplay:
         self._name = name
         self._columns = [column for column in columns if column.name != "step"]
 
-    def start(self, step: int, max_steps: int) -> None:
-        """Training begins at ``step``; ``max_steps`` <= 0 when the end is not known."""
+    def start(self, step: int, max_steps: int, first: str) -> None:
+        """Training begins at ``step``; ``max_steps`` <= 0 when the end is not known. ``first``: what is done until the
+        first step is; here ``bars.doing`` says it."""
         of = f" of {max_steps}" if max_steps > 0 else ""
         self.note(f"training from step {step}{of}; each loss is the mean since the line before")
 
@@ -75,9 +76,9 @@ class PlainDisplay:
 
     def final(self, entries: list[tuple[str, str]], shares: str) -> None:
         """The run's results as (label, value), and where its time went."""
-        self.note("results: " + ", ".join(f"{label} {value}" for label, value in entries))
-        if shares:
-            self.note(f"the time went to: {shares}")
+        entries = [*entries, *([("the time went to", shares)] if shares else [])]
+        width = max((len(label) for label, _ in entries), default=0)
+        self.note("\n".join(["results", *(f"  {label:<{width}}  {value}" for label, value in entries)]))
 
     def note(self, text: str) -> None:
         say(f"{timestamp()} {text}", self._name)
@@ -110,10 +111,10 @@ class TableDisplay:
         """Time and step of the first ``advance``: the first step's compilation does not belong in the ETA."""
         self._max_steps = 0
 
-    def start(self, step: int, max_steps: int) -> None:
+    def start(self, step: int, max_steps: int, first: str) -> None:
         self._began, self._base, self._max_steps = time.perf_counter(), None, max_steps
         self._is_training = True
-        self._screen.bar("train", step, max_steps if max_steps > 0 else None)
+        self._screen.bar("train", step, max_steps if max_steps > 0 else None, first)
 
     def advance(self, step: int) -> None:
         now = time.perf_counter()

@@ -156,9 +156,10 @@ def explain(
             tell(f"{each.path}: a config group; {each.path}=NAME chooses one of its options")
             facts = {f"{each.path}={info.name}": info.description for info in each.options}
             facts["recipes"] = "; ".join(f"{option}: {', '.join(names)}" for option, names in recipes.items())
-            facts["settings"] = ", ".join(each.settings)
+            facts["settings"] = ", ".join(name for name, text in each.settings.items() if not text)
             facts["files"] = ", ".join(dict.fromkeys(str(info.file.parent) for info in each.options))
             print_facts({label: text for label, text in facts.items() if text})
+            print_facts({name: text for name, text in each.settings.items() if text})
             continue
         lines = [f"{each.path}: {each.comment}".rstrip(": "), f"  takes {each.takes}"]
         says = each.values | each.recipes
@@ -182,11 +183,12 @@ def copy_recipe(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="Where you will edit it: ./recipes/mine.yaml.")],
     config_dir: ConfigDir = None,
 ) -> None:
-    """Put a recipe where you edit it."""
+    """Put a recipe where you edit it: all that it says, and what most people change, with comments."""
     from forgather_cli.config import options as known
-    from forgather_cli.documents.regular_files import read_text, write_whole
+    from forgather_cli.config.explain import to_edit
+    from forgather_cli.documents.regular_files import write_whole
 
-    text = read_text(known.find_recipe(name, known.search_path(config_dir), Path.cwd()), ConfigError)
+    text = to_edit(name, known.search_path(config_dir))
     if file.suffix != ".yaml":
         raise ConfigError(f"FILE: a recipe is a .yaml file, got {file}; give {file.with_suffix('.yaml')}")
     if file.exists():

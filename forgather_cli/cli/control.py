@@ -54,15 +54,19 @@ Timeout = Annotated[
 
 
 @app.command("list", cls=Command)
-def list_(as_json: AsJson = False) -> None:
-    """List the jobs that run, and what ended ones have left behind."""
+def list_(
+    everything: Annotated[bool, typer.Option("--all", help="Also what ended jobs have left behind.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """List the jobs that run."""
     with doing("asking the jobs"):
-        found = listing.jobs()
+        known = listing.jobs()
+    found = [job for job in known if everything or job[0].is_running is not False]  # None: of another machine
     if as_json:
         print_json([listing.document(entry, status) for entry, status in found])
         return
     if not found:
-        typer.echo("no jobs")
+        tell(f"no job runs; forgather control list --all shows {len(known)} that ended" if known else "no jobs")
         return
     columns = (
         Col("job", copied=True),
@@ -128,7 +132,7 @@ def _facts(status: dict[str, Any]) -> dict[str, str | Path]:
         "eta": eta,
         **{column.label: column.text(metrics[name]) for name, column in known.items()},
         prefix: "  ".join(f"{label} {value}" for label, value in evaluation),
-        "others": ", ".join(f"{name} {format_value(value, '.4g')}" for name, value in others.items()
+        "others": ", ".join(f"{name} {format_value(value, 'si')}" for name, value in others.items()
                             if isinstance(value, int | float)),
         "commands": waiting,
         "checkpoint": Path(saved[-1]["path"]) if saved else "none yet",
@@ -256,6 +260,17 @@ def abort(
         now = client.status(entry)
         ask(f"Abort {entry.job_id} at step {now['step']}? The last {now['steps_since_checkpoint']} steps are lost.")
     _run_command(ABORT, entry, no_wait, timeout, as_json)
+
+
+@app.command("set", cls=Command, hidden=True)
+def set_(words: Annotated[list[str], typer.Argument(metavar="[JOB] KEY=VALUE...", show_default=False)]) -> None:
+    """What a job trains with stays: it is resumed with other settings."""
+    job = next((word for word in words if "=" not in word), "latest")
+    settings = " ".join(word for word in words if "=" in word) or "learning_rate=..."
+    raise ConfigError(
+        f"set: a job keeps its settings while it runs; stop it with forgather control save_and_stop {job}, and go on "
+        f"with others: forgather resume {job} {settings}"
+    )
 
 
 def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, as_json: bool) -> None:

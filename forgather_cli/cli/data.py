@@ -102,11 +102,12 @@ def show(
         write_file(html, page_of(found, split, samples.length))
         typer.echo(html)
     else:
-        from forgather_cli.inspection.terminal import print_sample
+        from forgather_cli.inspection.terminal import print_legend, print_sample
 
         screen = console()
         for each in found:
             print_sample(each, split, samples.length, screen)
+        print_legend(screen)
 
 
 def _read(config: Config) -> tuple[Config, DataSplits]:

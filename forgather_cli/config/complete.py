@@ -77,6 +77,6 @@ def _about(path: str, search: SearchPath) -> str:
         return comment(search.conf[0] / "train.yaml", path)
     for option in settings()[path].types or ("default", "server"):
         file = search.option(group, option)
-        if file and (text := comment(file, rest.rpartition(".")[2])):
+        if file and (text := comment(file, rest)):
             return text
     return ""

@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
+import yaml
+
 from forgather_cli.config.mistakes import nearest
 from forgather_cli.config.options import Info, SearchPath, comment, groups, named, recipes, search_path
-from forgather_cli.config.paths import Setting, ending_with, settings
+from forgather_cli.config.paths import Setting, ending_with, option_leaves, settings, walk
 from forgather_cli.config.recipe import read_recipe
 from forgather_cli.config.schema import Meaning, Target
 from forgather_cli.documents.regular_files import read_text, read_yaml
@@ -43,8 +45,8 @@ class ExplainedGroup:
     options: list[Info]
     recipes: dict[str, str]
     """By recipe, the option that it chooses or has from ``train``."""
-    settings: list[str]
-    """As they are named in an override; of callbacks the callbacks."""
+    settings: dict[str, str]
+    """As they are named in an override, of callbacks the callbacks too, with what each means."""
 
 
 def explain(key: str, config_dir: Path | None = None) -> list[Explained | ExplainedGroup]:
@@ -59,9 +61,12 @@ def explain(key: str, config_dir: Path | None = None) -> list[Explained | Explai
             with contextlib.suppress(ConfigError):  # of a broken recipe other commands tell
                 for layer in read_recipe(info.name, search, Path.cwd()).layers:
                     chosen |= {info.name: ", ".join(map(str, layer.chosen[key]))} if key in layer.chosen else {}
-        below = [path.split(".") for path in known if path.startswith(f"{key}.")]
-        names = [".".join(parts[:2]) if key == "callbacks" else parts[1] for parts in below]
-        return [ExplainedGroup(key, groups(config_dir)[key], chosen, list(dict.fromkeys(names)))]
+        means = {
+            path if key == "callbacks" else path.partition(".")[2]: _about(setting, _files(path, search))
+            for path, setting in known.items()
+            if path.startswith(f"{key}.")
+        }
+        return [ExplainedGroup(key, groups(config_dir)[key], chosen, means)]
     paths = [key] if key in known else [path for path in known if path.endswith(f".{key}")]
     if bare := [path for path in ending_with(key) if path in paths]:  # those that an override of this name sets
         paths = bare
@@ -71,23 +76,69 @@ def explain(key: str, config_dir: Path | None = None) -> list[Explained | Explai
 
 
 def _explained(setting: Setting, search: SearchPath, config_dir: Path | None) -> Explained:
-    group, dot, rest = setting.path.partition(".")
-    if not dot:
-        files = {"train": search.conf[0] / "train.yaml"}
-    else:
-        paths = {name: search.option(group, name) for name in search.option_names(group)}
-        files = {f"{group}={name}": file for name, file in paths.items() if file}
-    about = next((text for file in files.values() if (text := comment(file, setting.leaf))), "")
-    values: dict[str, Any] = {}
+    files, values = _files(setting.path, search), dict[str, Any]()
     for option, file in files.items():
-        values |= _at(read_yaml(file, ConfigError), rest or setting.path, option)
+        inside = setting.path if option == "train" else setting.path.partition(".")[2]
+        values |= _at(read_yaml(file, ConfigError), inside, option)
     set_in: dict[str, Any] = {}
     for info in recipes(config_dir):
         with contextlib.suppress(ConfigError):
             if setting.leaf in read_text(info.file, ConfigError):  # to read them all takes 0.1 s
                 own = read_recipe(str(info.file), search, Path.cwd()).layers[-2]
                 set_in |= _at(own.node, setting.path, named(own.file))
-    return Explained(setting.path, about or _meaning(setting.annotation), takes(setting.annotation), values, set_in)
+    return Explained(setting.path, _about(setting, files), takes(setting.annotation), values, set_in)
+
+
+def _files(path: str, search: SearchPath) -> dict[str, Path]:
+    """Those that may say a setting, by option."""
+    group, dot, _ = path.partition(".")
+    found = {f"{group}={name}": search.option(group, name) for name in (search.option_names(group) if dot else ())}
+    return {name: file for name, file in found.items() if file} if dot else {"train": search.conf[0] / "train.yaml"}
+
+
+def _about(setting: Setting, files: dict[str, Path]) -> str:
+    """What a setting means."""
+    inside = setting.path if "train" in files else setting.path.partition(".")[2]
+    found = (text for file in files.values() if (text := comment(file, inside)))
+    return next(found, "") or _meaning(setting.annotation)
+
+
+_EDITED = (
+    "model.path", "data.files", "data.seq_len", "global_batch_size", "per_device_train_batch_size", "max_steps",
+    "num_train_epochs", "learning_rate", "save_steps", "save_total_limit",
+)  # fmt: skip
+"""What most people change first in a recipe."""
+
+
+def to_edit(name: str, search: SearchPath) -> str:
+    """A recipe's text with all of ``_EDITED``, the choice of model and data, and a comment behind each setting. It
+    trains what the recipe trains.
+    """
+    recipe, known = read_recipe(name, search, Path.cwd()), settings()
+    own = recipe.layers[-2]
+    chosen = {group: names[-1] for layer in recipe.layers for group, names in layer.chosen.items() if names}
+    said = dict(walk(read_yaml(search.conf[0] / "train.yaml", ConfigError), lists=False))
+    for group, option in chosen.items():
+        said |= {path: value for path, (value, _) in option_leaves(search, group, str(option)).items()}
+    said |= {path: change.value for layer in recipe.layers for path, change in layer.given.items()}
+    unread = {"max_steps" if said["max_steps"] == -1 else "num_train_epochs"}
+    unread |= {"data.files"} if said.get("data.source", "text") != "text" else set()
+    added = {path: said[path] for path in _EDITED if path in said and path not in {*own.given, *unread}}
+    choices = "".join(
+        f"  - override {group + ': ' + str(chosen[group]):<20} # others: forgather config options {group}\n"
+        for group in ("model", "data")
+        if group not in own.chosen
+    )
+    lines = recipe.text.replace("  - _self_\n", f"{choices}  - _self_\n", 1).rstrip().splitlines()
+    lines += ["", "# as they are in what it starts from"] if added else []
+    for path, value in added.items():
+        text = yaml.safe_dump(value, default_flow_style=True).partition("\n")[0].replace("'???'", "???")
+        lines.append(f"{path.rpartition('.')[2]}: {text}")
+    paths = {path.rpartition(".")[2]: path for path in (*own.given, *added) if path in known}
+    for n, line in enumerate(lines):
+        if "#" not in line and (at := paths.get(line.partition(":")[0].strip())):
+            lines[n] = f"{line:<33} # {_about(known[at], _files(at, search))}"
+    return "\n".join([*lines, ""])
 
 
 def _at(value: Any, path: str, name: str) -> dict[str, Any]:

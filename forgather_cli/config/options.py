@@ -148,9 +148,12 @@ def description(file: Path) -> str:
     return ""
 
 
-def comment(file: Path, key: str) -> str:
-    """The comment behind ``key:`` at any depth of a YAML file; empty if there is none."""
-    match = re.search(rf"^ *{re.escape(key)}:[^#\n]* # (.+)$", read_text(file, ConfigError), re.MULTILINE)
+def comment(file: Path, path: str) -> str:
+    """The comment behind the last key of ``path``, below its others, in a YAML file; empty if there is none."""
+    *above, key = path.split(".")
+    inside = "".join(rf"(?:.*\n)*? *{re.escape(each)}:" for each in above)
+    pattern = rf"{inside}(?:.*\n)*? *{re.escape(key)}:[^#\n]* # (.+)"
+    match = re.match(pattern, read_text(file, ConfigError))
     return match.group(1).strip() if match else ""
 
 

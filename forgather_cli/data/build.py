@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 Stored = PythonStdlibSettings | TextSettings | HfSettings | TokensSettings | InstructSettings
 """Options whose tokens are in the cache."""
-_PREFIX_RULES = 2  # of the tokens before a text: 0.3.0 has written them again where the text spells them
+_PREFIX_RULES = 2  # of the tokens before a text: before 0.3 they were written again where the text spells them
 
 
 def load_data(
@@ -324,7 +324,7 @@ def _pack(option: Stored, data: Tokenized, tokenizer: Tokenizer, cache: Cache, s
     prefix = tokenizer.prefix_tokens if isinstance(option, PythonStdlibSettings | TextSettings | HfSettings) else ()
     if prefix:
         more["rules"] = _PREFIX_RULES
-    if (is_chat or prefix) and data.meta["formerly"]:  # the fingerprint of the same samples in runs begun with 0.3.0
+    if (is_chat or prefix) and data.meta["formerly"]:  # the fingerprint of the same samples in runs begun before 0.3
         more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
     made: dict[str, Batched] = {}
     both: dict[str, Any] = {"isolate": isolate, "prefix": prefix}

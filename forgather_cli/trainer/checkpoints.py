@@ -206,7 +206,7 @@ class Checkpoints:
         if resume is not True:
             return named(Path(str(resume)), verify, group, self._run.run_dir)
         newest = newest_valid(self._run.run_dir, verify, group)
-        if newest is None:
+        if newest is None and self._run.run_dir.metrics.is_file():  # else it is the run's first start
             log.info("no checkpoint in %s yet: starting fresh", shown(self._run.run_dir.root))
         return newest
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
-from program import write
+from program import forgather, write
 from typer.testing import CliRunner
 
 from forgather_cli.cli.app import app
 from forgather_cli.config.explain import explain
 from forgather_cli.config.load import load_config
+from forgather_cli.config.options import GROUPS
 from forgather_cli.config.paths import settings
 from forgather_cli.config.schema.base import value_at
 from forgather_cli.errors import ConfigError
@@ -61,6 +63,19 @@ def test_a_group_has_options_and_recipes_that_choose_them(tmp_path: Path) -> Non
     assert explain("model")[0].recipes["qat"] == "pretrained", "as finetune, from which it starts"
     assert "init_scale" in found.settings
     assert "callbacks.textgen" in explain("callbacks")[0].settings
+
+
+def test_a_group_has_the_meaning_of_each_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    for group in GROUPS:
+        (found,) = explain(group)
+        missing = [name for name in found.settings if not found.settings[name] and name.count(".") != 1]
+        assert not missing, "but for callbacks themselves, which docs/callbacks.md has"
+    (callbacks,), (model,) = explain("callbacks"), explain("model")
+    assert model.settings["hidden_size"] == explain("model.hidden_size")[0].comment == "width of the residual stream"
+    assert "no better" in callbacks.settings["callbacks.early_stopping.patience"], "divergence has a patience too"
+    assert "above the threshold" in callbacks.settings["callbacks.divergence.patience"]
+    assert forgather("config", "explain", "model") == 0
+    assert re.search(r"hidden_size +width of the residual stream$", capsys.readouterr().out, flags=re.M)
 
 
 def test_the_command_prints_it_and_json() -> None:

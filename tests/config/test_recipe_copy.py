@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 from forgather_cli.cli.app import app
 from forgather_cli.config.load import load_config
+from forgather_cli.config.options import recipes
 from forgather_cli.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_directory")
@@ -20,11 +22,36 @@ def copy(*words: str) -> str:
 
 def test_a_copy_says_what_the_recipe_says() -> None:
     assert "forgather train mine" in copy("qat", "recipes/mine.yaml")
-    trees = [load_config(name, ["model.path=x"]).tree for name in ("qat", "mine")]
+    assert "forgather train elsewhere/mine.yaml" in copy("default", "elsewhere/mine.yaml")
+
+
+@pytest.mark.parametrize("name", [info.name for info in recipes()])
+def test_a_copy_trains_the_same_and_has_what_one_edits_with_comments(name: str) -> None:
+    copy(name, "mine.yaml")
+    lines = Path("mine.yaml").read_text().splitlines()
+    own = [line for line in lines if re.match(r"(  - override (model|data)|\w+): *[^ #]", line)]
+    says = {line.strip("- ").partition(":")[0]: line.partition("# ")[2] for line in own}
+    edited = {
+        "override model", "override data", "global_batch_size", "per_device_train_batch_size", "learning_rate",
+        "save_steps", "save_total_limit",
+    }  # fmt: skip
+    assert says.keys() >= edited
+    assert len({"max_steps", "num_train_epochs"} & says.keys()) == 1, "the other counts nothing, and is refused"
+    for choice, key in {
+        "model: pretrained": "path",
+        "data: instruct": "files",
+        "data: python_stdlib": "seq_len",
+    }.items():
+        assert key in says or f"override {choice}" not in "\n".join(lines)
+    assert all(text or key.startswith("override") for key, text in says.items())
+    words = ["model.path=x"] if "path" in says else []
+    words += ["data.files=[x.jsonl]"] if "files" in says else []
+    words += ["accelerate_config=a.yaml"] if "accelerate_config" in says else []
+    Path("a.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n")
+    trees = [load_config(each, words).tree for each in (name, "mine.yaml")]
     for tree in trees:
         del tree["recipe"], tree["output_dir"]
     assert trees[0] == trees[1]
-    assert "forgather train elsewhere/mine.yaml" in copy("default", "elsewhere/mine.yaml")
 
 
 def test_mistakes() -> None:

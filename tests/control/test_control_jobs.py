@@ -86,6 +86,7 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
             facts["eval"],
         )
         assert not re.search(r"eval_|(^| )tokens ", facts.get("others", ""))  # tokens are the run's, above
+        assert re.search(r"total_flos [\d.]+[kMG],", facts["others"]), "rounded, and no powers of ten"
         assert say("list")[1].splitlines()[0].split()[4] == "eta"
         assert now["eta_seconds"] > 0
         assert {"loss", "grad_norm", "learning_rate"} <= now["metrics"].keys()

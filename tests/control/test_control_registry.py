@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 from dataclasses import asdict
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from control.entries import entry
-from program import document, printed, until
+from program import document, printed, refusal, until
 
 from forgather_cli.control import registry
 from forgather_cli.control.registry import entries, jobs_directory, register, resolve, running, unregister
@@ -168,6 +169,26 @@ def test_cleanup_removes_what_ended_or_is_torn_and_leaves_others_alone(
     assert sorted(p.name for p in jobs.iterdir()) == [".new.1.tmp", "alive", "foreign", "link"]
     assert outside.is_dir()
     assert printed(capsys, "control", "cleanup") == (0, "nothing to remove\n", "")
+
+
+def test_the_list_has_what_runs_and_all_that_ended_too(
+    ended: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    register(entry("dead", **ended), "a" * 64)
+    assert document(capsys, "control", "list") == []
+    assert "forgather control list --all" in printed(capsys, "control", "list").out
+    register(entry("foreign", hostname="elsewhere"), None)  # nobody here knows whether it runs
+    assert [job["job_id"] for job in document(capsys, "control", "list")] == ["foreign"]
+    assert "dead" not in printed(capsys, "control", "list").out
+    assert [job["job_id"] for job in document(capsys, "control", "list", "--all")] == ["dead", "foreign"]
+    assert re.search(r"dead +cut", printed(capsys, "control", "list", "--all").out)
+
+
+def test_a_setting_of_a_running_job_names_what_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refusal(capsys, "control", "set", "outputs/a", "learning_rate=1e-4", "save_steps=5")
+    assert "forgather control save_and_stop outputs/a" in said
+    assert "forgather resume outputs/a learning_rate=1e-4 save_steps=5" in said
+    assert "forgather resume latest learning_rate=1" in refusal(capsys, "control", "set", "learning_rate=1")
 
 
 def test_what_cannot_be_done_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:

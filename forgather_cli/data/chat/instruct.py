@@ -49,7 +49,7 @@ from forgather_cli.errors import DataError
 
 RULES = 3  # of the files and of the rules that make tokens of a record
 _BEFORE = READ - {"context", "history", "text", "tools", "user", "assistant"}
-"""Keys that 0.3.0 has read as they are read now, where each message has a role and a content and no more."""
+"""Keys that were read before 0.3 as they are now, where each message has a role and a content and no more."""
 _SHOWN = 100  # characters
 _log = logging.getLogger(__name__)
 
@@ -178,7 +178,7 @@ class Rendered:
     is_document: bool = False
     """A text without a template, learned whole, which the tokens around a document go with."""
     rules: int = RULES - 1
-    """The first that have made the same of it; of 1, which 0.3.0 had, with chatml."""
+    """The first that have made the same of it; of 1, those before 0.3, with chatml."""
     split: Split = "train"
 
 
@@ -244,7 +244,7 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     rules = [*old_rules, list(option.mapping.items()), chats.ignored, *chats.dated.values()]
     others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]
 
-    before = digest([content, [1, *old_rules], *others])  # the key that 0.3.0 has given them
+    before = digest([content, [1, *old_rules], *others])  # the key that versions before 0.3 have given them
     second, key = (digest([content, [number, *rules], *others]) for number in (RULES - 1, RULES))
 
     def write(temporary: Path) -> Meta:
@@ -273,10 +273,10 @@ def _name(source: Source) -> str:
 
 
 def _says_same(cache: Cache, key: str, made: Path) -> bool:
-    """Whether 0.3.0 has cached the same tokens and targets under ``key``, which is said where it has cached any."""
+    """Whether the same tokens and targets were cached under ``key`` before 0.3, which is said where any were."""
     if cache.find("tokens", key) is None:
         return False
-    names = [path.name for path in made.iterdir() if not path.name.endswith(".records.bin")]  # 0.3.0 had none
+    names = [path.name for path in made.iterdir() if not path.name.endswith(".records.bin")]  # none before 0.3
     same = len(filecmp.cmpfiles(cache.root / "tokens" / key, made, names, shallow=False)[0]) == len(names)
     result = "the same as before" if same else "others than before (docs/data.md)"
     _log.warning(

@@ -136,7 +136,7 @@ def content_hash(cache: Cache, files: Sequence[SourceFile]) -> str:
 
     stamp = digest([[source.label, *stamp_of(source.path)] for source in files])
     found = cache.remember_once("content", stamp, read_all)
-    hashes = found.get("files") or [""] * len(files)  # 0.3.0 has kept the hash of all of them alone
+    hashes = found.get("files") or [""] * len(files)  # before 0.3 the hash of all of them was kept alone
     cache.files |= {str(source.path): str(each) for source, each in zip(files, hashes, strict=False)}
     return str(found["content"])
 
@@ -223,7 +223,7 @@ def find_records(option: InstructSettings | Seq2SeqSettings) -> tuple[tuple[Sour
 
 
 def _typed(paths: Sequence[Path]) -> tuple[SourceFile, ...]:
-    # " records": 0.1.0 read json files as plain text, 0.3.0 csv, and what they cached of them is not what they mean
+    # " records": plain text for 0.1.0 (json) and until 0.3 (csv), and what was cached of them is not what they mean
     once_text = set(RECORDS) - {".jsonl", ".parquet"}
     return tuple(
         SourceFile(path, kind_of(path) + codec_of(path) + " records" * (kind_of(path) in once_text)) for path in paths

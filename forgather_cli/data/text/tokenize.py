@@ -89,7 +89,7 @@ def tokenize_corpus(
         return made | {"formerly": before if made["formerly"] else None}
 
     rules = [_VERSION, corpus.fingerprint(cache), tokenizer.fingerprint]
-    before = digest(rules)  # the key that 0.3.0 has given them
+    before = digest(rules)  # the key that versions before 0.3 have given them
     key = digest([*rules, "a prefix once"]) if tokenizer.prefix_tokens else before
     return cached_tokens(*cache.build_once("tokens", key, write, resumable=True))
 
