@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
+from forgather_cli.config.schedule import shares
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.data.loaders.collate import Batch, Step
 from forgather_cli.data.loaders.loader import TrainLoader
@@ -69,6 +70,12 @@ class Epochs:
                 f"num_train_epochs: {epochs:g} is no whole number, and the training data does not tell its length; "
                 "set whole epochs, max_steps, or epoch_train_steps"
             )
+        if args.max_steps <= 0 and (self._steps_per_epoch is None or epochs < 0):
+            for name, share in shares(args).items():
+                raise DataError(
+                    f"{name}: is {share}, and the training data does not tell how many there are; set max_steps, or "
+                    f"{name} in steps"
+                )
         self._position = loader.state_dict()
         self._skipped = 0
         """Steps by which epochs of ``epoch_train_steps`` were cut short."""

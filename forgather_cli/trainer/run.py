@@ -14,6 +14,7 @@ from torch import nn
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
 from forgather_cli.config.batch import BatchPlan
+from forgather_cli.config.schedule import shares
 from forgather_cli.config.schema import Config
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import World
@@ -152,6 +153,7 @@ def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any
         "see more": f"forgather data show {name}" if "first_targets" in run.data_description else None,
         "batch": f"{plan.global_batch} sequences{parts}{tokens}",
         "steps": steps,
+        **shares(config, state.max_steps),
         "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
         "device": f"{_device(strategy.device)}, {config.precision.type}, trainer {strategy.name}{ranks}",
         "seed": run.seed,
