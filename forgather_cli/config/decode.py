@@ -40,8 +40,9 @@ def decode(tree: dict[str, Any], *, naming: Naming | None = None, unresolved: Co
     """
     naming = naming or Naming(options=option_types(tree))
     missing = [path for path, value in walk(tree, lists=False) if value == "???"]
-    problems = [mistakes.missing(path, naming) for path in missing if path not in unresolved]
-    return _validated(Config, _without_missing(tree), naming, problems, {*missing, *unresolved})
+    known = {*unresolved}
+    problems = [mistakes.missing(path, naming) for path in missing if not {path, path.partition(".")[0]} & known]
+    return _validated(Config, _without_missing(tree), naming, problems, {*missing, *known})
 
 
 def decode_settings(cls: type[_T], values: dict[str, Any]) -> _T:

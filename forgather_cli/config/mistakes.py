@@ -246,7 +246,9 @@ def unknown(path: str, naming: Naming) -> str:
         kinds = {option: found.get(f"{group}.type", (option,))[0] for option, found in types.items()}
         having = [option for kind in setting.types for option in kinds if kinds[option] == kind]  # the usual one first
         having = having or list(setting.types)
-        remedy = f"choose {group}={having[0]} or {f'remove it with ~{name}' if where else f'leave {name} out'}"
+        needed = [missing(each, naming) for each, (value, _) in types.get(having[0], {}).items() if value == "???"]
+        needs = "".join(f" {each.rpartition('; set ')[2]}" for each in needed if not each.startswith(f"{path}:"))
+        remedy = f"choose {group}={having[0]}{needs} or {f'remove it with ~{name}' if where else f'leave {name} out'}"
         chosen = f"{group}={naming.options[group]} is selected"
         return f"{name}: only {group}={'|'.join(having)} has this setting, but {chosen}{where}; {remedy}"
     if group == "callbacks" and word and "." not in word:

@@ -134,7 +134,8 @@ def _text_alone(dataset: Any, key: str) -> Any:
     if columns is None:  # of a stream they are not always known before it is read
         return dataset
     if key not in columns:
-        raise DataError(f"data.text_key: no column {key!r}, the dataset has {', '.join(columns)}; set data.text_key")
+        remedy = reading.text_remedy(columns)
+        raise DataError(f"data.text_key: no column {key!r}, the dataset has {', '.join(columns)}; {remedy}")
     kind = getattr((dataset.features or {}).get(key), "dtype", "string")
     if kind not in ("string", "large_string"):
         raise DataError(f"data.text_key: column {key!r} holds {kind}, not text; the dataset has {', '.join(columns)}")
@@ -150,6 +151,8 @@ def _explained(option: DatasetSettings, library: Any) -> Iterator[None]:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     name = f"data.dataset: {option.dataset!r}" if option.dataset else "data.data_files:"
+    if option.dataset and option.dataset not in _FORMATS and not Path(option.dataset).expanduser().is_dir():
+        name += " (no directory here)"
     missing = (library.exceptions.DatasetNotFoundError, RepositoryNotFoundError, GatedRepoError)
     try:
         yield
