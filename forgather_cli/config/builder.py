@@ -143,9 +143,8 @@ class ConfigBuilder:
         whole, *parts = (change.source if (change := self.given.get(name)) else None for name in names)
         later = self.files[self.files.index(whole) + 1 :] if whole else []
         if parts[0] in later and parts[1] == parts[0]:
-            was = self.given.pop(names[0]).value
-            by = f"{named(parts[0])} gives both its parts"
-            self.notes.append(f"global_batch_size={was} of {named(whole)} is left out: {by}")
+            was = f"global_batch_size={self.given.pop(names[0]).value} of {named(whole)}"
+            self.notes.append(f"{was} is left out: {named(parts[0])} gives both its parts")
             OmegaConf.update(self.cfg, names[0], None)
         self._read_accelerate()
         raw = self._raw()

@@ -25,10 +25,9 @@ if TYPE_CHECKING:
 
 
 _READ_BY = {
-    "model": "model=pretrained model.path={0}",
+    "model": "model=pretrained model.path={0}", "adapter": "adapter=lora adapter.from_adapter={0}",
     "data": "data=text 'data.files=[{0}]'; of chats data=instruct 'data.files=[{0}]', of a dataset data.dataset={0}",
-    "adapter": "adapter=lora adapter.from_adapter={0}",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,10 @@ def parse_lines(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
             except HydraException:
                 # its grammar has no ~, which no shell expands behind a =
                 at_home = re.sub(r"(?<=[=,\[])[^\s,\[\]{}()'\"=]*~[^\s,\[\]{}()'\"=]*", r"'\g<0>'", line)
-                # and few signs of regular expressions, of which each in a list is a text
-                key, _, value = line.partition("=")
-                listed = re.fullmatch(r"\[(.*)\]", value)
-                if (listed or value[:1] not in "[{") and re.search(r"[(^|\[{]", value[1:]) and "'" not in value:
-                    texts = re.split(r",\s*(?![^(\[{]*[)\]}])", listed[1]) if listed else [value]
-                    quoted = ",".join(f"'{text}'" for text in texts)
-                    at_home = f"{key}=[{quoted}]" if listed else f"{key}={quoted}"
+                # nor most signs of regular expressions, which in a list are texts
+                if listed := re.fullmatch(r"([^=]+=)\[([^']*[(^|\[{][^']*)\]", line):
+                    texts = re.split(r",\s*(?![^(\[{]*[)\]}])", listed[2])
+                    at_home = f"{listed[1]}['" + "','".join(texts) + "']"
                 parsed.append(parser.parse_override(at_home))
         except HydraException as error:
             reason = str(error).partition("\n")[0].partition(" expecting {")[0] or type(error).__name__

@@ -367,17 +367,14 @@ def check_surroundings(config: Config) -> None:
                 what = f"loss={config.loss.type}"
                 raise SetupError(f"{what}: needs the package {package}; pip install 'forgather[kernels]'")
     # here, where a terminal can be asked; ranks have none
-    trackers = config.callbacks.trackers
-    if trackers is not None and "wandb" in trackers.names and config.node_rank == 0 and is_installed("wandb"):
-        if os.environ.keys() & {"WANDB_API_KEY", "WANDB_MODE"} or "mode" in trackers.init_kwargs.get("wandb", {}):
-            return
+    trackers, said = config.callbacks.trackers, {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys()
+    asks = trackers is not None and "wandb" in trackers.names and "mode" not in trackers.init_kwargs.get("wandb", {})
+    if asks and not said and config.node_rank == 0 and is_installed("wandb"):
         try:
             importlib.import_module("wandb").login()
-        except Exception as error:  # what it raises without a terminal differs between its versions
-            raise SetupError(
-                f"callbacks.trackers: wandb has no key here ({error}); run wandb login, export WANDB_API_KEY, or "
-                "WANDB_MODE=offline"
-            ) from error
+        except Exception as error:  # another class in other versions (wandb 0.31: UsageError)
+            remedy = "run wandb login, export WANDB_API_KEY, or WANDB_MODE=offline"
+            raise SetupError(f"callbacks.trackers: wandb has no key here ({error}); {remedy}") from error
 
 
 def check_best_metric(config: Config) -> None:

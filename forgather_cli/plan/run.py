@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.decided import decided
 from forgather_cli.config.pipeline_layout import Stage, bubble
-from forgather_cli.config.schedule import shares
 from forgather_cli.config.schema import (
     Config,
     EncoderDecoderSettings,
@@ -74,8 +73,6 @@ class RunPlan:
     stages: list[PlannedStage] = field(default_factory=list)
     """Of a pipeline, in the model's order."""
     schedule: str | None = None
-    shares: dict[str, str] = field(default_factory=dict)
-    """Settings that are shares of the run, and what each comes to."""
     bubble: float | None = None
     """Share of its time that a rank of the pipeline waits, 0 to 1; an estimate."""
 
@@ -115,7 +112,6 @@ def make_plan(config: Config) -> RunPlan:
         batch = batch_plan(config, config.trainer.shard, multiple_of=config.trainer.n_microbatches)
     else:  # a user's strategy is taken for data parallel
         batch = batch_plan(config, world_size)
-    steps = _steps(config, counts.get("train_samples"), batch.global_batch)
     made = RunPlan(
         model=config.model.path if isinstance(config.model, Target) else config.model.type,
         vocab_size=vocab_size,
@@ -130,8 +126,7 @@ def make_plan(config: Config) -> RunPlan:
         global_batch=batch.global_batch,
         tokens_per_step=None if seq_len is None else batch.global_batch * (seq_len + _decoder_len(config)),
         train_tokens=counts.get("train_tokens"),
-        steps=steps,
-        shares=shares(config, steps or 0),
+        steps=_steps(config, counts.get("train_samples"), batch.global_batch),
         flops_per_token=None,
         ranks=[],
         checkpoint_bytes=None,

@@ -70,12 +70,10 @@ class Epochs:
                 f"num_train_epochs: {epochs:g} is no whole number, and the training data does not tell its length; "
                 "set whole epochs, max_steps, or epoch_train_steps"
             )
-        if args.max_steps <= 0 and (self._steps_per_epoch is None or epochs < 0):
-            for name, share in shares(args).items():
-                raise DataError(
-                    f"{name}: is {share}, and the training data does not tell how many there are; set max_steps, or "
-                    f"{name} in steps"
-                )
+        tells = args.max_steps > 0 or (self._steps_per_epoch is not None and epochs >= 0)
+        for name, share in () if tells else shares(args).items():
+            what = f"{name}: is {share}, and the training data does not tell their number"
+            raise DataError(f"{what}; set max_steps, or {name} in steps")
         self._position = loader.state_dict()
         self._skipped = 0
         """Steps by which epochs of ``epoch_train_steps`` were cut short."""

@@ -240,8 +240,8 @@ class Loop:
         self.checkpoints.trial()
         can_evaluate = self._hooks.prepare_evaluation()
         state.num_train_epochs = config.num_train_epochs
-        for name in ("logging_steps", "eval_steps", "save_steps"):
-            setattr(state, name, in_steps(getattr(config, name), state.max_steps))
+        steps = (config.logging_steps, config.eval_steps, config.save_steps)
+        state.logging_steps, state.eval_steps, state.save_steps = (in_steps(each, state.max_steps) for each in steps)
         self._step_end = StepEnd(run, self.checkpoints, self._recovery, self._hooks, can_evaluate=can_evaluate)
         for part in strategy.parts:
             part.train()

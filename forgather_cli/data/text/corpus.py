@@ -201,8 +201,7 @@ def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
         if not files and any(map(os.path.isdir, matches)):
             raise DataError(f"{setting}: {pattern!r} is a directory; write {pattern.rstrip('/')}/**/*.txt")
         if not files and matches and not os.path.exists(matches[0]):
-            what = f"{matches[0]!r} is a link to {os.readlink(matches[0])!r}, which is not there"
-            raise DataError(f"{setting}: {what}; mend the link, or name another file")
+            raise DataError(f"{setting}: {matches[0]!r} links to {os.readlink(matches[0])!r}, which is gone; mend it")
         if not files and matches:
             raise DataError(
                 f"{setting}: {pattern!r} is a pipe or a device, which can be read only once, and data is read to be "

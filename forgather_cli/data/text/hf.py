@@ -94,6 +94,9 @@ def open_datasets(option: DatasetSettings, cache: Cache) -> tuple[Any, Any | Non
         train = split("train_split", option.train_split)
         held_out = "eval" if option.eval_files else option.eval_split
         evaluation = None if held_out is None else split("eval_split", held_out)
+        others = [str(name) for name in splits or () if evaluation is None and name != option.train_split]
+        if others:
+            _log.info("data.eval_split=%s would evaluate on a split of the dataset: it has %s", others[-1], others)
         if not isinstance(option, HfSettings):
             return train, evaluation
         key = option.text_key
