@@ -40,7 +40,7 @@ _SHORT = {
     "nproc_per_node": "gpus nproc num_gpus n_gpus ngpus num_processes ranks world_size",
     "nnodes": "nodes num_nodes n_nodes", "torch_compile": "compile",
     "gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing checkpointing recompute",
-    "seq_len": "sequence_length seq_length max_length max_seq_len block_size cutoff_len context_length ctx ctx_len",
+    "seq_len": "sequence_length sequence_len max_length max_seq_len block_size cutoff_len context_length ctx ctx_len",
     "hidden_size": "d_model dim n_embd hidden_dim width embed_dim",
     "num_hidden_layers": "layers n_layer n_layers num_layers depth",
     "num_attention_heads": "heads n_head n_heads num_heads",
