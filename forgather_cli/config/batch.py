@@ -65,7 +65,8 @@ def batch_plan(run: Sizes, world: int, *, multiple_of: int = 1) -> BatchPlan:
         raise ConfigError(
             f"gradient_accumulation_steps: {accumulation} disagrees with global_batch_size={run.global_batch_size} "
             f"over {world} rank{'s' if world > 1 else ''} with at most per_device_train_batch_size={bound} sequences "
-            "at a time; leave gradient_accumulation_steps out, it follows from the other two"
+            "at a time; set global_batch_size=null for their product on each rank, or leave "
+            "gradient_accumulation_steps out, which follows from the other two"
         )
     return BatchPlan(run.global_batch_size, micro, accumulation)
 

@@ -18,7 +18,7 @@ from forgather_cli.config.accelerate_file import (
 from forgather_cli.config.compose import plain, references, written
 from forgather_cli.config.decode import decode, option_types, to_tree
 from forgather_cli.config.mistakes import Naming
-from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, shipped
+from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, named, shipped
 from forgather_cli.config.overrides import Change, apply, full_path, typed_paths
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.rules import rule_problems
@@ -138,6 +138,14 @@ class ConfigBuilder:
         if OmegaConf.select(self.cfg, "output_dir", throw_on_resolution_failure=False) is None:
             fresh = f"outputs/{self.recipe}/{datetime.now():%Y-%m-%d_%H-%M-%S}"
             OmegaConf.update(self.cfg, "output_dir", fresh, force_add=True)
+        # a file that says both parts of the batch means them, and not the whole of a recipe that it starts from
+        names = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
+        whole, *parts = (change.source if (change := self.given.get(name)) else None for name in names)
+        later = self.files[self.files.index(whole) + 1 :] if whole else []
+        if parts[0] in later and parts[1] == parts[0]:
+            was = f"global_batch_size={self.given.pop(names[0]).value} of {named(whole)}"
+            self.notes.append(f"{was} is left out: {named(parts[0])} gives both its parts")
+            OmegaConf.update(self.cfg, names[0], None)
         self._read_accelerate()
         raw = self._raw()
         tree, failed = plain(self.cfg)

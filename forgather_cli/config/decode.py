@@ -39,9 +39,9 @@ def decode(tree: dict[str, Any], *, naming: Naming | None = None, unresolved: Co
     ConfigError of them alone has no problems.
     """
     naming = naming or Naming(options=option_types(tree))
-    missing = [path for path, value in walk(tree, lists=False) if value == "???"]
-    problems = [mistakes.missing(path, naming) for path in missing if path not in unresolved]
-    return _validated(Config, _without_missing(tree), naming, problems, {*missing, *unresolved})
+    left = [path for path, value in walk(tree, lists=False) if value == "???" and path.split(".")[0] not in unresolved]
+    problems = [mistakes.missing(path, naming) for path in left if path not in unresolved]
+    return _validated(Config, _without_missing(tree), naming, problems, {*left, *unresolved})
 
 
 def decode_settings(cls: type[_T], values: dict[str, Any]) -> _T:

@@ -19,48 +19,53 @@ from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import free_arguments, import_target
 
 _SHORT = {
-    "learning_rate": "lr max_lr peak_lr",
-    "num_train_epochs": "epochs num_epochs n_epochs max_epochs",
+    "learning_rate": "lr max_lr peak_lr", "num_train_epochs": "epochs num_epochs n_epochs max_epochs",
     "max_steps": "steps num_steps n_steps total_steps max_iters train_steps num_train_steps",
     "global_batch_size or per_device_train_batch_size": "batch_size bs bsz train_batch_size",
     "per_device_train_batch_size": "micro_batch_size batch_size_per_device mbs",
-    "per_device_eval_batch_size": "eval_batch_size",
-    "global_batch_size": "gbs total_batch_size",
+    "per_device_eval_batch_size": "eval_batch_size", "global_batch_size": "gbs total_batch_size",
     "gradient_accumulation_steps": "grad_accum grad_accum_steps accumulation_steps accumulate_grad_batches grad_acc",
     "weight_decay": "wd decay",
     "max_grad_norm": "clip grad_clip clip_grad clip_grad_norm gradient_clip gradient_clip_val gradient_clipping",
     "warmup_steps": "warmup warmup_ratio warmup_iters num_warmup_steps",
     "precision": "bf16 fp16 fp32 fp8 dtype torch_dtype amp_dtype mixed_precision amp",
-    "lr_scheduler": "scheduler lr_scheduler_type lr_schedule",
-    "optimizer": "optim opt",
-    "trainer": "strategy ddp fsdp2 pipeline single",
-    "trainer=fsdp2": "fsdp deepspeed zero zero_stage",
+    "lr_scheduler": "scheduler lr_scheduler_type lr_schedule", "optimizer": "optim opt",
+    "trainer": "strategy ddp fsdp2 pipeline single", "trainer=fsdp2": "fsdp deepspeed zero zero_stage",
     "device": "use_cpu no_cuda cuda gpu accelerator",
     "logging_steps": "log_every log_interval log_every_n_steps log_steps",
-    "eval_steps": "eval_every eval_interval val_interval",
-    "save_steps": "save_every save_interval checkpoint_interval",
-    "output_dir": "out out_dir outdir output run_dir save_dir",
-    "resume_from_checkpoint": "resume checkpoint ckpt",
+    "eval_steps": "eval_every eval_interval val_interval evals_per_epoch run_val_every_n_steps",
+    "save_steps": "save_every save_interval checkpoint_interval saves_per_epoch",
+    "output_dir": "out out_dir outdir output run_dir save_dir", "resume_from_checkpoint": "resume checkpoint ckpt",
     "dataloader_num_workers": "workers num_workers",
     "nproc_per_node": "gpus nproc num_gpus n_gpus ngpus num_processes ranks world_size",
-    "nnodes": "nodes num_nodes n_nodes",
-    "torch_compile": "compile",
-    "gradient_checkpointing": "grad_checkpointing activation_checkpointing checkpointing recompute",
-    "seq_len": "sequence_length seq_length max_length max_seq_len block_size context_length ctx ctx_len",
+    "nnodes": "nodes num_nodes n_nodes", "torch_compile": "compile",
+    "gradient_checkpointing": "activation_checkpointing enable_activation_checkpointing checkpointing recompute",
+    "seq_len": "sequence_length sequence_len max_length max_seq_len block_size cutoff_len context_length ctx ctx_len",
     "hidden_size": "d_model dim n_embd hidden_dim width embed_dim",
     "num_hidden_layers": "layers n_layer n_layers num_layers depth",
     "num_attention_heads": "heads n_head n_heads num_heads",
     "num_key_value_heads": "kv_heads n_kv_heads num_kv_heads",
     "attn_implementation": "flash_attn flash_attention use_flash_attention attention",
-    "model.path": "model_name model_name_or_path pretrained pretrained_model",
-    "tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path",
-    "data.dataset": "dataset_name hf_dataset",
-    "min_lr_ratio": "eta_min lr_min min_lr lr_min_ratio",
-    "betas": "beta1 beta2 adam_beta1 adam_beta2",
-    "eps": "adam_epsilon adam_eps",
-    "data.files": "data_path data_dir dataset_path train_file train_files",
-    "callbacks.trackers": "wandb",
-}
+    "model.path": "base_model model_name model_name_or_path pretrained pretrained_model",
+    "tokenizer": "tokenizer_name tokenizer_path tokenizer_name_or_path", "data.dataset": "dataset_name hf_dataset",
+    "min_lr_ratio": "eta_min lr_min min_lr lr_min_ratio cosine_min_lr_ratio",
+    "betas": "beta1 beta2 adam_beta1 adam_beta2", "eps": "adam_epsilon adam_eps",
+    "data.files": "data_path data_dir dataset_path train_file train_files", "data.files or data.dataset": "datasets",
+    "data.text_key": "dataset_text_field text_column", "data.chat_template": "template chat_template_jinja",
+    "data.cache_dir": "dataset_prepared_path tokenized_path",
+    "data.eval_fraction": "val_set_size val_size test_size validation_split",
+    "data.train_on": "train_on_inputs train_on_prompt assistant_only_loss completion_only_loss mask_history",
+    "data.packing=best_fit": "sample_packing eval_sample_packing neat_packing packed",
+    "adapter": "finetuning_type use_peft use_lora", "adapter=qlora": "load_in_4bit quantization_bit",
+    "adapter.r": "lora_r lora_rank", "adapter.from_adapter": "lora_model_dir adapter_name_or_path",
+    "adapter.target_modules": "lora_target lora_target_modules lora_attn_modules",
+    "adapter.target_modules=all-linear": "lora_target_linear apply_lora_to_mlp",
+    "trainable": "unfrozen_parameters modules_to_save lora_modules_to_save additional_target",
+    "loss=liger": "use_liger_kernel enable_liger_kernel liger_kernel", "epoch_train_steps": "max_steps_per_epoch",
+    "float32_matmul_precision": "tf32", "callbacks.early_stopping.patience": "early_stopping_patience",
+    "callbacks.trackers": "wandb", "callbacks.trackers.project": "wandb_project",
+    "callbacks.trackers.run_name": "wandb_name wandb_run_name",
+}  # fmt: skip
 """What is suggested -> its names in other libraries, and short ones."""
 ELSEWHERE = {name: setting for setting, names in _SHORT.items() for name in names.split()}
 
@@ -188,6 +193,7 @@ def _message(path: str, errors: list[Any], naming: Naming) -> str:
         else:  # pydantic's "Input should be greater than 0", "Input should have ..."
             text = re.sub(r"^\w+ should (be|have) ", lambda m: "" if m[1] == "be" else "with ", error["msg"])
             wanted.append(_MUST_BE.get(error["type"], text))
+    wanted = [each for each in wanted if each != "a whole number" or "a number" not in wanted]
     kinds, remedy = {error["type"] for error in errors}, ""
     if literals and isinstance(value, str):
         remedy = did_you_mean(value, literals)
@@ -225,7 +231,9 @@ def unknown(path: str, naming: Naming) -> str:
         kinds = {option: found.get(f"{group}.type", (option,))[0] for option, found in types.items()}
         having = [option for kind in setting.types for option in kinds if kinds[option] == kind]  # the usual one first
         having = having or list(setting.types)
-        remedy = f"choose {group}={having[0]} or {f'remove it with ~{name}' if where else f'leave {name} out'}"
+        needed = [missing(each, naming) for each, (value, _) in types.get(having[0], {}).items() if value == "???"]
+        needs = "".join(f" {each.rpartition('; set ')[2]}" for each in needed if not each.startswith(f"{path}:"))
+        remedy = f"choose {group}={having[0]}{needs} or {f'remove it with ~{name}' if where else f'leave {name} out'}"
         chosen = f"{group}={naming.options[group]} is selected"
         return f"{name}: only {group}={'|'.join(having)} has this setting, but {chosen}{where}; {remedy}"
     if group == "callbacks" and word and "." not in word:

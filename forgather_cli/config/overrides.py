@@ -6,6 +6,7 @@ with all other mistakes.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,12 @@ from forgather_cli.errors import ConfigError, did_you_mean
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
     from omegaconf import DictConfig
+
+
+_READ_BY = {
+    "model": "model=pretrained model.path={0}", "adapter": "adapter=lora adapter.from_adapter={0}",
+    "data": "data=text 'data.files=[{0}]'; of chats data=instruct 'data.files=[{0}]', of a dataset data.dataset={0}",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,10 @@ def parse_lines(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
             except HydraException:
                 # its grammar has no ~, which no shell expands behind a =
                 at_home = re.sub(r"(?<=[=,\[])[^\s,\[\]{}()'\"=]*~[^\s,\[\]{}()'\"=]*", r"'\g<0>'", line)
+                # nor most signs of regular expressions, which in a list are texts
+                if listed := re.fullmatch(r"([^=]+=)\[([^']*[(^|\[{][^']*)\]", line):
+                    texts = re.split(r",\s*(?![^(\[{]*[)\]}])", listed[2])
+                    at_home = f"{listed[1]}['" + "','".join(texts) + "']"
                 parsed.append(parser.parse_override(at_home))
         except HydraException as error:
             reason = str(error).partition("\n")[0].partition(" expecting {")[0] or type(error).__name__
@@ -108,6 +119,8 @@ def wrong_option(group: str, name: object, path: SearchPath, text: str = "") -> 
     typed = "null" if name is None else as_typed(name, text)
     if path.option(group, typed):
         return f"""{group}={typed}: is read as {name}; write {group}="'{typed}'\""""
+    if group in _READ_BY and ("/" in typed or os.path.exists(typed)):
+        return f"{group}={typed}: no such option; a path or a name is given as {_READ_BY[group].format(typed)}"
     nothing = group == "callbacks" and (not name or name in ("none", "no", "off"))
     remedy = " remove it with ~callbacks;" if nothing else did_you_mean(typed, names)
     return f"{group}={typed}: no such option;{remedy} Options: {', '.join(names)}"

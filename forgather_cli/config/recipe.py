@@ -109,6 +109,8 @@ def _add(recipe: Recipe, file: Path, path: SearchPath, cwd: Path, outer: tuple[P
     for key, value in body.items():
         if str(key).split(".")[0] in ("hydra", "defaults"):
             recipe.problems.append(f"{key}: Hydra's own settings have no effect here; remove them from {file}")
+        elif key in GROUPS and isinstance(value, str) and (wrong := wrong_option(key, value, path)):
+            recipe.problems.append(f"{wrong}; write '- override {key}: NAME' in the defaults list of {file}")
         elif key in GROUPS and not isinstance(value, dict):
             what = f"options are chosen in the defaults list, got {value!r} in {file}"
             recipe.problems.append(f"{key}: {what}; write '- override {key}: {value}' there")

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import math
+
 from forgather_cli.config.schema import RunSettings
 
 
-def log_due(args: RunSettings, step: int) -> bool:
-    """True if metrics are logged after optimizer step ``step`` (1-based)."""
+def in_steps(every: float, total: int) -> int:
+    """``logging_steps`` and the like of a run of ``total`` steps, of which a value below 1 is a share, rounded up as in
+    transformers (5.24, ``TrainerState.compute_steps``).
+    """
+    return int(every) if every >= 1 else math.ceil(total * every)
+
+
+def shares(args: RunSettings, total: int = 0) -> dict[str, str]:
+    """Those of them that count and are shares of the run, and what each comes to, for people. ``total`` 0: unknown."""
+    kinds = {"logging": args.logging_steps, "eval": args.eval_steps, "save": args.save_steps}
+    return {
+        f"{kind}_steps": f"every {in_steps(every, total):,} steps" if total > 0 else f"{every:g} of all steps"
+        for kind, every in kinds.items()
+        if every < 1 and getattr(args, f"{kind}_strategy") == "steps"
+    }
+
+
+def log_due(args: RunSettings, step: int, total: int) -> bool:
+    """True if metrics are logged after optimizer step ``step`` (1-based) of ``total``."""
     if args.logging_strategy != "steps":
         return False
-    return step % args.logging_steps == 0 or (step == 1 and args.logging_first_step)
+    return step % in_steps(args.logging_steps, total) == 0 or (step == 1 and args.logging_first_step)
 
 
-def eval_due(args: RunSettings, step: int) -> bool:
+def eval_due(args: RunSettings, step: int, total: int) -> bool:
     """True if evaluation is due after ``step``; ``eval_delay`` counts steps here."""
-    return args.eval_strategy == "steps" and step % args.eval_steps == 0 and step >= args.eval_delay
+    return args.eval_strategy == "steps" and step % in_steps(args.eval_steps, total) == 0 and step >= args.eval_delay
 
 
 def eval_due_at_epoch(args: RunSettings, epoch: float) -> bool:
@@ -27,5 +46,5 @@ def evaluates(args: RunSettings) -> bool:
     return args.eval_strategy != "no" or args.eval_on_start or args.eval_on_save or args.load_best_model_at_end
 
 
-def save_due(args: RunSettings, step: int) -> bool:
-    return args.save_strategy == "steps" and step % args.save_steps == 0
+def save_due(args: RunSettings, step: int, total: int) -> bool:
+    return args.save_strategy == "steps" and step % in_steps(args.save_steps, total) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import importlib
 import logging
 import os
 import socket
@@ -46,6 +47,7 @@ from forgather_cli.launch.rank_log import lasting_output
 from forgather_cli.launch.run_lock import RunLock
 from forgather_cli.launch.supervise import Supervisor
 from forgather_cli.run_dir import RunDir, resume_command, shown
+from forgather_cli.targets import is_installed
 from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
@@ -364,6 +366,15 @@ def check_surroundings(config: Config) -> None:
             if find_spec(package.replace("-", "_")) is None:
                 what = f"loss={config.loss.type}"
                 raise SetupError(f"{what}: needs the package {package}; pip install 'forgather[kernels]'")
+    # here, where a terminal can be asked; ranks have none
+    trackers, said = config.callbacks.trackers, {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys()
+    asks = trackers is not None and "wandb" in trackers.names and "mode" not in trackers.init_kwargs.get("wandb", {})
+    if asks and not said and config.node_rank == 0 and is_installed("wandb"):
+        try:
+            importlib.import_module("wandb").login()
+        except Exception as error:  # another class in other versions (wandb 0.31: UsageError)
+            remedy = "run wandb login, export WANDB_API_KEY, or WANDB_MODE=offline"
+            raise SetupError(f"callbacks.trackers: wandb has no key here ({error}); {remedy}") from error
 
 
 def check_best_metric(config: Config) -> None:

@@ -113,12 +113,12 @@ def _findings(
                 f"Evaluations take {percent('evaluation_seconds')}, most of it in callbacks at them.", shorter
             )
         elif settings.get("eval_strategy") == "steps":
-            more = f"eval_steps={2 * int(settings.get('eval_steps') or 100)}, or a smaller max_eval_samples"
+            more = f"eval_steps={2 * (settings.get('eval_steps') or 100)}, or a smaller max_eval_samples"
             yield Bottleneck(f"Evaluations take {percent('evaluation_seconds')}.", more)
         else:
             yield Bottleneck(f"Evaluations take {percent('evaluation_seconds')}.", "a smaller max_eval_samples")
     if share("save_seconds") > _MUCH:
-        less = f"save_steps={2 * int(settings.get('save_steps') or 500)}"
+        less = f"save_steps={2 * (settings.get('save_steps') or 500)}"
         less = less if settings.get("async_save", True) else "async_save=true, which trains on meanwhile"
         yield Bottleneck(f"Checkpoints take {percent('save_seconds')}.", less)
     if share("exchange_seconds") > _MUCH:

@@ -40,6 +40,7 @@ from forgather_cli.config.schema import (
     SchedulerOption,
     SGDSettings,
     SingleSettings,
+    Steps,
     TensorboardSettings,
     TrackersSettings,
     TrainerOption,
@@ -99,10 +100,10 @@ class HFSettings(RunSettings, ScriptSettings):
     learning_rate: NonNegative = 5e-5
     weight_decay: NonNegative = 0.0
     num_train_epochs: float = 3.0
-    logging_steps: PositiveInt = 500
+    logging_steps: Steps = 500
     logging_first_step: bool = False
     eval_strategy: Interval = "no"
-    eval_steps: PositiveInt = 500
+    eval_steps: Steps = 500
     save_total_limit: PositiveInt | None = None
     dataloader_drop_last: bool = False
     gc_threshold: Fraction | None = 0.5

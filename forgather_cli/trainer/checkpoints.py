@@ -226,6 +226,10 @@ class Checkpoints:
                 files = changed_files(run_dir, str(before), run.data_files, reader.manifest.created)
             refused, logged = compare_configs(identity, identity_of(self._run), wanted, files)
             if refused:
+                without = wanted - {"data"}
+                if not compare_configs(identity, identity_of(self._run), without, files)[0]:
+                    rest = ",".join(name for name in COMPONENTS if name in without)
+                    refused.append(f"to read the data from their beginning, add 'resume_components=[{rest}]'")
                 raise CheckpointError(f"cannot resume from {reader.path}:\n" + "\n".join(refused))
             for line in logged:
                 log.warning("%s", line)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
+from forgather_cli.config.schedule import shares
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.data.loaders.collate import Batch, Step
 from forgather_cli.data.loaders.loader import TrainLoader
@@ -70,6 +71,10 @@ class Epochs:
                 f"num_train_epochs: {epochs:g} is no whole number, and the training data does not tell its length; "
                 "set whole epochs, max_steps, or epoch_train_steps"
             )
+        tells = args.max_steps > 0 or (self._steps_per_epoch is not None and epochs >= 0)
+        for name, share in () if tells else shares(args).items():
+            what = f"{name}: is {share}, and the training data does not tell their number"
+            raise DataError(f"{what}; set max_steps, or {name} in steps")
         self._position = loader.state_dict()
         self._skipped = 0
         """Steps by which epochs of ``epoch_train_steps`` were cut short."""

@@ -7,7 +7,6 @@ Names, types and defaults are those of transformers 5.23 (training_args.py).
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -96,7 +95,7 @@ ARGUMENTS: dict[str, Argument] = {
         bool, False, "a new attempt needs a new process; use `forgather train auto_find_batch_size=true`"
     ),
     "logging_strategy": _read(str, "steps"),
-    "logging_steps": _read(float, 500, "as there; a fraction needs max_steps"),
+    "logging_steps": _read(float, 500),
     "logging_first_step": _read(bool, False),
     "log_on_each_node": _void(bool, True, "rank 0 speaks for all"),
     "logging_nan_inf_filter": _void(bool, True, "a loss that is not finite is shown, and ends the run"),
@@ -113,7 +112,7 @@ ARGUMENTS: dict[str, Argument] = {
     "trackio_bucket_id": _read(str | None, None, "by that library's TrackioCallback"),
     "trackio_static_space_id": _read(str | None | Literal[False], None, "by that library's TrackioCallback"),
     "eval_strategy": _read(str, "no"),
-    "eval_steps": _read(float | None, None, "as there; a fraction needs max_steps"),
+    "eval_steps": _read(float | None, None),
     "eval_delay": _read(float, 0),
     "per_device_eval_batch_size": _read(int, 8),
     "prediction_loss_only": _read(bool, False),
@@ -127,7 +126,7 @@ ARGUMENTS: dict[str, Argument] = {
     ),
     "save_only_model": _read(bool, False, "as there: such a checkpoint is no place to resume from"),
     "save_strategy": _read(str, "steps", "as there; best saves at the end too"),
-    "save_steps": _read(float, 500, "as there; a fraction needs max_steps"),
+    "save_steps": _read(float, 500),
     "save_on_each_node": _refused(
         bool, False, "ranks write one checkpoint together; give an output_dir that all nodes see"
     ),
@@ -236,15 +235,7 @@ def read_arguments(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(name: str) -> Callable[[Any, dict[str, Any]], dict[str, Any]]:
-    def read(value: Any, given: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(value, float) and 0 < value < 1:
-            total = given.get("max_steps", -1)
-            if not isinstance(total, int) or total <= 0:
-                raise ConfigError(f"{name}: {value} is a fraction of max_steps, got none; set it, or give whole steps")
-            value = math.ceil(total * value)
-        return {name: int(value) if isinstance(value, float) and value.is_integer() else value}
-
-    return read
+    return lambda value, given: {name: int(value) if isinstance(value, float) and value.is_integer() else value}
 
 
 def _mapping(name: str, value: Any) -> dict[str, Any]:

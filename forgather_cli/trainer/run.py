@@ -14,6 +14,7 @@ from torch import nn
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
 from forgather_cli.config.batch import BatchPlan
+from forgather_cli.config.schedule import shares
 from forgather_cli.config.schema import Config
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import World
@@ -145,13 +146,15 @@ def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any
     if epochs:
         steps = f"{steps} ({epochs})" if state.max_steps else f"{epochs}, {steps}"
 
+    own_split = any(getattr(config.data, name, None) for name in ("eval_files", "eval_split"))
     rows = {
         "model": f"{architecture(run.model)}, {total:,} parameters{frozen}",
-        **_data(run.data_description),
+        **_data(run.data_description, None if own_split else getattr(config.data, "eval_fraction", None)),
         # of conversations, whose masks are where training goes wrong in silence
         "see more": f"forgather data show {name}" if "first_targets" in run.data_description else None,
         "batch": f"{plan.global_batch} sequences{parts}{tokens}",
         "steps": steps,
+        **shares(config, state.max_steps),
         "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
         "device": f"{_device(strategy.device)}, {config.precision.type}, trainer {strategy.name}{ranks}",
         "seed": run.seed,
@@ -161,10 +164,10 @@ def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any
     return {key: value for key, value in rows.items() if value is not None}
 
 
-def _data(facts: dict[str, Any]) -> dict[str, Any]:
+def _data(facts: dict[str, Any], fraction: float | None) -> dict[str, Any]:
     """The data's kind and each split in one line, then the source's other facts unchanged."""
     told = {"data": facts.get("type"), "tokenizer": facts.get("tokenizer"), "packing": facts.get("packing")}
-    splits = {split: _split(facts, split) for split in ("train", "eval")}
+    splits = {split: _split(facts, split, fraction) for split in ("train", "eval")}
     known = _SHOWN_ELSEWHERE | {f"{split}_{fact}" for split in splits for fact in _SPLIT_FACTS}
     rest = {key: value for key, value in facts.items() if key not in known}
     kind = ", ".join(f"{value}" if key == "data" else f"{key} {value}" for key, value in told.items() if value)
@@ -177,14 +180,17 @@ def _row_tokens(facts: dict[str, Any]) -> int | None:
     return found
 
 
-def _split(facts: dict[str, Any], split: str) -> str:
-    """``11,690,159 tokens in 693 documents, 45,665 sequences of 256``; of evaluation with its share."""
+def _split(facts: dict[str, Any], split: str, fraction: float | None) -> str:
+    """``11,690,159 tokens in 693 documents, 45,665 sequences of 256``; of evaluation with its share, and why that is
+    not the ``fraction`` that was to be held out."""
     tokens, documents, samples = (facts.get(f"{split}_{fact}") for fact in _SPLIT_FACTS)
     if not samples:
         return ""
     of_documents = f" in {documents:,} document{'s' if documents > 1 else ''}" if documents else ""
     train = facts.get("train_tokens") if split == "eval" else None
-    share = f" ({tokens / (train + tokens):.2%} of all)" if train and tokens else ""
+    part = tokens / (train + tokens) if train and tokens else 0.0
+    why = f": eval_fraction={fraction:g} draws whole documents" if fraction and not 0.8 < part / fraction < 1.25 else ""
+    share = f" ({part:.2%} of all{why})" if part else ""
     source = f"{tokens:,} tokens{share}{of_documents}, " if tokens else ""
     of = f" of {row}" if (row := _row_tokens(facts)) else ""
     return f"{source}{samples:,} sequences{of}"

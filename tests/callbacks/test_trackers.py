@@ -15,6 +15,7 @@ import tiny
 from accelerate.logging import get_logger
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from program import forgather, refusal
 from ranks import run_ranks
 
 from forgather_cli.callbacks.trackers import Trackers
@@ -46,6 +47,9 @@ class Run:
         _say("log", [step, values])
     def finish(self, exit_code=0):
         _say("finish", exit_code)
+
+def login():
+    _say("login", None)
 
 def init(project, **kwargs):
     _say("init", {"project": project, **kwargs})
@@ -130,6 +134,31 @@ def test_report_to_chooses_the_callbacks_and_a_resume_has_those(said: Path, tmp_
     assert load_resumed(saved, ["~callbacks.trackers"]).config.callbacks.trackers is None
     with pytest.raises(ConfigError, match=r"report_to: callbacks\.trackers\.names"):
         load_config(None, ["report_to=wandb", "+callbacks.trackers.names=[mlflow]"])
+
+
+def test_a_key_for_wandb_is_asked_for_before_the_start(
+    said: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["train", "model=nano", "data=synthetic", "seq_len=16", "max_steps=1", "warmup_steps=0", "report_to=wandb"]
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WANDB_FAILS", "login")
+    told = refusal(capsys, *words, "output_dir=run")
+    assert "WANDB_API_KEY" in told
+    assert "wandb login" in told
+    assert not (tmp_path / "run").exists()
+    assert forgather(*words, "+callbacks.trackers.init_kwargs.wandb.mode=offline", "output_dir=offline") == 0
+    monkeypatch.setenv("WANDB_API_KEY", "abc")
+    assert forgather(*words, "output_dir=known") == 0
+    monkeypatch.delenv("WANDB_API_KEY")
+    monkeypatch.delenv("WANDB_FAILS")
+    assert forgather(*words, "output_dir=asked") == 0
+    assert told_of(said) == ["init", "init", "login", "init"]
+
+
+def told_of(file: Path) -> list[str]:
+    kinds = [kind for kind, _ in map(json.loads, file.read_text().splitlines())]
+    return [kind for kind in kinds if kind in ("login", "init")]
 
 
 def test_one_rank_of_two_speaks(said: Path, tmp_path: Path) -> None:

@@ -186,7 +186,29 @@ def test_names_from_elsewhere_are_no_settings_of_ours_and_stand_for_some() -> No
     known = {*settings(), *GROUPS, *(s.leaf for path, s in settings().items() if not path.startswith(of_others))}
     for name, meant in ELSEWHERE.items():
         assert name not in known, name
-        assert set(meant.split(" or ")) <= known | {"callbacks.trackers", "trainer=fsdp2"}
+        for each in meant.split(" or "):
+            setting, _, value = each.partition("=")
+            assert setting in known | {"callbacks.trackers"} or setting in settings(), each
+            assert not value or setting not in GROUPS or (shipped("conf") / setting / f"{value}.yaml").is_file(), each
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("base_model", "model.path"), ("lora_r", "adapter.r"), ("lora_rank", "adapter.r"),
+        ("sample_packing", "data.packing=best_fit"), ("val_set_size", "data.eval_fraction"),
+        ("lora_target_linear", "adapter.target_modules=all-linear"), ("evals_per_epoch", "eval_steps"),
+        ("wandb_project", "callbacks.trackers.project"), ("micro_batch_size", "per_device_train_batch_size"),
+        ("num_epochs", "num_train_epochs"), ("cutoff_len", "seq_len"), ("load_in_4bit", "adapter=qlora"),
+        ("template", "data.chat_template"), ("datasets", "data.files or data.dataset"),
+    ],
+)  # fmt: skip
+def test_names_of_other_trainers_get_ours_in_a_recipe_and_on_the_command_line(
+    problems: Problems, tmp_path: Path, typed: str, meant: str
+) -> None:
+    assert problems(f"{typed}=1") == [f"{typed}: unknown setting; did you mean {meant}?"]
+    file = write(tmp_path / "theirs.yaml", f"defaults: [train, _self_]\n{typed}: 1\n")
+    assert problems(recipe=str(file)) == [f"{typed}: unknown setting in {file}; did you mean {meant}?"]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +253,7 @@ def test_mistakes_in_a_recipe_name_the_file(problems: Problems, tmp_path: Path) 
         "defaults: [train, _self_]\nlearning_rat: 1\nn_microbatches: 8\nmodel: {hiden_size: 3}\nsave_steps: soon\n",
     )
     assert problems(recipe="mine") == [
-        f"save_steps: must be a whole number, got 'soon' in {file}",
+        f"save_steps: must be a number, got 'soon' in {file}",
         f"model.hiden_size: unknown setting in {file}; did you mean model.hidden_size?",
         f"n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected in {file}; "
         "choose trainer=pipeline or remove it with ~n_microbatches",

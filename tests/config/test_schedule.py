@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forgather_cli.config.schedule import eval_due, eval_due_at_epoch, evaluates, log_due, save_due
+from forgather_cli.config.schedule import eval_due, eval_due_at_epoch, evaluates, in_steps, log_due, save_due, shares
 from forgather_cli.config.schema import RunSettings
 
 
@@ -22,11 +22,27 @@ from forgather_cli.config.schema import RunSettings
         (eval_due_at_epoch, {"eval_strategy": "epoch", "eval_delay": 2}, [2, 3, 4, 5, 6, 7]),
         (eval_due_at_epoch, {"eval_strategy": "steps"}, []),
         (save_due, {"save_strategy": "steps", "save_steps": 5}, [5]),
+        (save_due, {"save_strategy": "steps", "save_steps": 0.4}, [3, 6]),
         (save_due, {"save_strategy": "epoch", "save_steps": 5}, []),
     ],
 )
 def test_steps_at_which_it_is_due(due: Any, settings: dict[str, Any], steps: list[int]) -> None:
-    assert [step for step in range(1, 8) if due(RunSettings(**settings), step)] == steps
+    assert [
+        step for step in range(1, 8) if due(RunSettings(**settings), step, *[7] * (due is not eval_due_at_epoch))
+    ] == steps
+
+
+def test_below_1_it_is_the_share_of_the_run_that_transformers_makes_of_it() -> None:
+    from transformers.trainer_callback import TrainerState
+
+    for share in (0.001, 0.07, 0.1, 0.333, 0.5, 0.999):
+        for total in (1, 7, 100, 1001):
+            theirs, args = TrainerState(), RunSettings(logging_steps=share, eval_steps=share, save_steps=share)
+            theirs.compute_steps(args, total)
+            for name in ("logging_steps", "eval_steps", "save_steps"):
+                assert in_steps(getattr(args, name), total) == getattr(theirs, name)
+                assert shares(args, total)[name] == f"every {getattr(theirs, name):,} steps"
+    assert shares(RunSettings(logging_steps=1, eval_steps=100, save_steps=0.1, save_strategy="no"), 50) == {}
 
 
 def test_a_run_evaluates_where_any_setting_has_it_do_so() -> None:

@@ -82,9 +82,9 @@ def test_what_has_no_meaning_is_kept_for_the_script(name: str) -> None:
 @pytest.mark.parametrize(
     ("given", "read"),
     [
-        ({"logging_steps": 0.1, "max_steps": 45}, {"logging_steps": 5}),
+        ({"logging_steps": 0.1, "max_steps": 45}, {"logging_steps": 0.1}),
         ({"logging_steps": 20.0, "eval_strategy": "steps"}, {"logging_steps": 20, "eval_steps": 20}),
-        ({"save_steps": 0.5, "max_steps": 9, "eval_steps": 3}, {"save_steps": 5, "eval_steps": 3}),
+        ({"save_steps": 0.5, "max_steps": 9, "eval_steps": 3}, {"save_steps": 0.5, "eval_steps": 3}),
         ({"metric_for_best_model": "accuracy"}, {"greater_is_better": True}),
         ({"metric_for_best_model": "eval_loss"}, {"greater_is_better": False}),
         ({"metric_for_best_model": "error", "greater_is_better": False}, {"greater_is_better": False}),
@@ -125,7 +125,6 @@ def test_fsdp_arguments_select_the_strategy(monkeypatch: pytest.MonkeyPatch, tmp
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"logging_steps": 0.1}, ("logging_steps",)),
         ({"optim": "adafactor"}, ("optim",)),
         ({"optim": transformers.training_args.OptimizerNames.LION}, ("optim",)),
         ({"lr_scheduler_type": "reduce_lr_on_plateau"}, ("'reduce_lr_on_plateau'; it follows a metric",)),

@@ -103,6 +103,7 @@ def asks_for_evaluation(name: str) -> OnlyIf:
 
 PositiveInt = Annotated[int, Gt(0)]
 Count = Annotated[int, Ge(0)]
+Steps = PositiveInt | Annotated[float, Gt(0), Lt(1)]  # optimizer steps; below 1: a share of all
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegative = Annotated[float, Ge(0)]
 Probability = Annotated[float, Ge(0), Lt(1)]

@@ -23,6 +23,7 @@ from forgather_cli.config.schema.base import (
     PositiveInt,
     SaveInterval,
     Settings,
+    Steps,
     Target,
     Void,
     asks_for_evaluation,
@@ -95,10 +96,10 @@ class RunSettings(Settings):
 
     report_to: list[str] | str | None = None  # null: as callbacks say
     logging_strategy: Interval = "steps"
-    logging_steps: Annotated[PositiveInt, only_if("logging_strategy", "steps")] = 10
+    logging_steps: Annotated[Steps, only_if("logging_strategy", "steps")] = 10
     logging_first_step: Annotated[bool, only_if("logging_strategy", "steps")] = True
     eval_strategy: Annotated[Interval, asks_for_evaluation("eval_strategy")] = "steps"
-    eval_steps: Annotated[PositiveInt, only_if("eval_strategy", "steps"), NEEDS_EVALUATION] = 100
+    eval_steps: Annotated[Steps, only_if("eval_strategy", "steps"), NEEDS_EVALUATION] = 100
     eval_delay: Annotated[NonNegative, _EVALUATES, NEEDS_EVALUATION] = 0
     eval_on_start: Annotated[bool, asks_for_evaluation("eval_on_start")] = False
     eval_on_save: Annotated[bool, _SAVES, asks_for_evaluation("eval_on_save")] = False
@@ -106,7 +107,7 @@ class RunSettings(Settings):
     max_eval_steps: Annotated[Literal[-1] | PositiveInt, NEEDS_EVALUATION] = -1
 
     save_strategy: SaveInterval = "steps"
-    save_steps: Annotated[PositiveInt, only_if("save_strategy", "steps")] = 500
+    save_steps: Annotated[Steps, only_if("save_strategy", "steps")] = 500
     save_total_limit: PositiveInt | None = 3  # null: keep all
     async_save: bool = True
     save_timeout: PositiveFloat = 600.0

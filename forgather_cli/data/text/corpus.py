@@ -200,6 +200,8 @@ def find_files(setting: str, patterns: Sequence[str]) -> list[Path]:
         files = [Path(match).resolve() for match in matches if os.path.isfile(match)]
         if not files and any(map(os.path.isdir, matches)):
             raise DataError(f"{setting}: {pattern!r} is a directory; write {pattern.rstrip('/')}/**/*.txt")
+        if not files and matches and not os.path.exists(matches[0]):
+            raise DataError(f"{setting}: {matches[0]!r} links to {os.readlink(matches[0])!r}, which is gone; mend it")
         if not files and matches:
             raise DataError(
                 f"{setting}: {pattern!r} is a pipe or a device, which can be read only once, and data is read to be "

@@ -94,6 +94,9 @@ def open_datasets(option: DatasetSettings, cache: Cache) -> tuple[Any, Any | Non
         train = split("train_split", option.train_split)
         held_out = "eval" if option.eval_files else option.eval_split
         evaluation = None if held_out is None else split("eval_split", held_out)
+        others = [str(name) for name in splits or () if evaluation is None and name != option.train_split]
+        if others:
+            _log.info("data.eval_split=%s would evaluate on a split of the dataset: it has %s", others[-1], others)
         if not isinstance(option, HfSettings):
             return train, evaluation
         key = option.text_key
@@ -134,7 +137,8 @@ def _text_alone(dataset: Any, key: str) -> Any:
     if columns is None:  # of a stream they are not always known before it is read
         return dataset
     if key not in columns:
-        raise DataError(f"data.text_key: no column {key!r}, the dataset has {', '.join(columns)}; set data.text_key")
+        remedy = reading.text_remedy(columns)
+        raise DataError(f"data.text_key: no column {key!r}, the dataset has {', '.join(columns)}; {remedy}")
     kind = getattr((dataset.features or {}).get(key), "dtype", "string")
     if kind not in ("string", "large_string"):
         raise DataError(f"data.text_key: column {key!r} holds {kind}, not text; the dataset has {', '.join(columns)}")
@@ -150,6 +154,8 @@ def _explained(option: DatasetSettings, library: Any) -> Iterator[None]:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     name = f"data.dataset: {option.dataset!r}" if option.dataset else "data.data_files:"
+    if option.dataset and option.dataset not in _FORMATS and not Path(option.dataset).expanduser().is_dir():
+        name += " (no directory here)"
     missing = (library.exceptions.DatasetNotFoundError, RepositoryNotFoundError, GatedRepoError)
     try:
         yield

@@ -35,6 +35,12 @@ class Document(NamedTuple):
     """Bytes of the source that it stands for, for progress."""
 
 
+def text_remedy(keys: Iterable[str]) -> str:
+    """What to do where the key of the text is not among those of a record."""
+    chats = {"messages", "conversations", "prompt", "instruction"}.intersection(keys)
+    return f"chats ({min(chats)}) are read by data=instruct" if chats else "set data.text_key"
+
+
 class HasText(Protocol):
     """A document, or what else is encoded by itself."""
 
@@ -154,7 +160,7 @@ def read_documents(
                     yield BadRow(record.line, f"{text_key!r} is {_kind(text)}, not text")
                 else:
                     keys = ", ".join(record.value) or "none"
-                    yield BadRow(record.line, f"no key {text_key!r} (its keys: {keys}); set data.text_key")
+                    yield BadRow(record.line, f"no key {text_key!r} (its keys: {keys}); {text_remedy(record.value)}")
 
         documents = sound_rows(path, rows, damage, part, skip_bad=skip_bad)
     else:
@@ -452,7 +458,7 @@ def _rows(path: Path, part: FilePart, column: str | None = None) -> Iterator[Rec
     with _parquet_file(path) as file:
         names = file.schema_arrow.names
         if column is not None and column not in names:
-            raise DataError(f"{path}: no column {column!r} (its columns: {', '.join(names)}); set data.text_key")
+            raise DataError(f"{path}: no column {column!r} (its columns: {', '.join(names)}); {text_remedy(names)}")
         groups = list(range(part.start, file.num_row_groups if part.stop is None else part.stop))
         rows = sum(file.metadata.row_group(number).num_rows for number in groups)
         share = (part.num_bytes or os.stat(path).st_size) / max(rows, 1)
