@@ -58,9 +58,9 @@ def parse_lines(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
             try:
                 parsed.append(parser.parse_override(line))
             except HydraException:
-                # its grammar has no ~, which no shell expands behind a =
-                at_home = re.sub(r"(?<=[=,\[])[^\s,\[\]{}()'\"=]*~[^\s,\[\]{}()'\"=]*", r"'\g<0>'", line)
-                parsed.append(parser.parse_override(at_home))
+                # its grammar has no ~, which no shell expands behind a =, and no second =
+                given = re.sub(r"(?<=[=,\[])[^\s,\[\]{}()'\"]*[~=][^\s,\[\]{}()'\"]*", r"'\g<0>'", line)
+                parsed.append(parser.parse_override(given))
         except HydraException as error:
             reason = str(error).partition("\n")[0].partition(" expecting {")[0] or type(error).__name__
             problems.append(f"{line}: not an override ({reason}); write key=value and quote special characters")
