@@ -66,6 +66,8 @@ def bf16_on(device: str) -> tuple[bool, str]:
             return True, about.name
         fast = (about.major, about.minor) >= _SM80
         return fast, f"{about.name}, sm{about.major}{about.minor}{'' if fast else '; bf16 is fast from sm80'}"
+    if device.startswith("cuda") and not torch.cuda.is_available():  # of one that is planned for
+        return True, "of CUDA devices from sm80 on; there is none here"
     if device.partition(":")[0] == "mps":
         return False, "bf16 was not tested on mps"
     name, instructions = processor()

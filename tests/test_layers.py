@@ -77,7 +77,7 @@ ALLOWED = {
         "models.transform",
     },
     "callbacks": {
-        "control", "diloco.worker", "distributed", "models.generate", "models.parts", "config.decode",
+        "control", "data.chat.ends", "diloco.worker", "distributed", "models.generate", "models.parts", "config.decode",
         "config.schedule",
     },
     "control": {"callbacks.base", "launch.exit_status"},

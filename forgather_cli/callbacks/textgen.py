@@ -9,8 +9,10 @@ import hashlib
 import logging
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.console import StreamName, console, is_terminal, printable, say, timestamp
 from forgather_cli.callbacks.tensorboard import indented
 from forgather_cli.config.schema import Sampling, TextgenSettings
+from forgather_cli.data.chat.ends import as_turns
+from forgather_cli.distributed import on_rank_0
 from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import evaluation_mode
@@ -37,7 +41,9 @@ _BAR = "samples"
 
 
 class TextgenCallback(BuiltIn[TextgenSettings]):
-    """Continues the prompts at each evaluation, or every ``generation_steps`` steps, all in one left-padded batch.
+    """Continues the prompts at each evaluation, or every ``generation_steps`` steps, all in one left-padded batch: to
+    a tokenizer's chat template, unless ``raw``, each is one turn of the user, which the model answers up to the end of
+    its turn. Without prompts those of held-out data (``Trainer.held_out_prompts``).
 
     Collective: every rank generates the tokens that rank 0 draws, and rank 0 writes to the console, to ``samples.txt``
     and to TensorBoard. Sampling draws from a generator of its own, seeded by (seed, step), and
@@ -56,6 +62,7 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
             kwargs["generation_config"] = as_table(kwargs["generation_config"])
         super().__init__(*args, **kwargs)
         self.prompts, self.sampling = self.settings.texts(), self.settings.sampling()
+        self._rows, self._shown = list[list[int]](), list[str]()
         self._summary_writer, self._show_bar = summary_writer, show_bar
         self._writes, self._wrote = True, False
 
@@ -69,7 +76,24 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
         if not self._writes:
             logger.warning("callbacks.textgen: there is no tokenizer, so no text is written; give the data one")
             return
-        _encoded(self.prompts, tokenizer)  # a prompt that cannot be encoded: now, not at step 100
+        self._encode(kwargs["trainer"], tokenizer)  # a prompt that cannot be encoded: now, not at step 100
+
+    def _encode(self, trainer: Any, tokenizer: Any) -> None:
+        """Collective. What is continued, as tokens and as it is shown, and what ends an answer: as rank 0 has it."""
+        if not self._rows:
+            found = on_rank_0(lambda: self._asked(trainer, tokenizer), trainer.run.cpu_group)
+            self._shown, self._rows, ends = found
+            self.sampling = replace(self.sampling, stop=[*self.sampling.stop, *ends])
+
+    def _asked(self, trainer: Any, tokenizer: Any) -> tuple[list[str], list[list[int]], list[str]]:
+        with TemporaryDirectory() as folder:  # which template a checkpoint has, whoever made the tokenizer
+            trainer.run.write_model_files(Path(folder))
+            turns = None if self.settings.raw else as_turns(Path(folder), tokenizer, self.prompts or [])
+        shown, rows, ends = turns or (self.prompts or [], [], [])
+        if self.prompts is None:
+            rows = trainer.held_out_prompts()
+            shown = [tokenizer.decode(row) for row in rows]
+        return shown, rows or encoded(trainer, shown, tokenizer), ends
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self.settings.generation_steps is None and self._writes:
@@ -82,6 +106,7 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
 
     def _sample(self, state: TrainerState, kwargs: dict[str, Any]) -> None:
         tokenizer, trainer = kwargs.get("processing_class"), kwargs["trainer"]
+        self._encode(trainer, tokenizer)
         digest = hashlib.sha256(f"textgen {trainer.run.seed} {state.global_step}".encode()).digest()
         generator = torch.Generator(trainer.strategy.device).manual_seed(int.from_bytes(digest[:7], "little"))
         most, columns = self.sampling.max_new_tokens, count(1)
@@ -97,7 +122,7 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
                 if state.is_world_process_zero:
                     show(_BAR, next(columns), most)
 
-            completions = written(trainer, self.prompts, tokenizer, self.sampling, generator, on_token)
+            completions = written(trainer, self._rows, tokenizer, self.sampling, generator, on_token)
             if state.is_world_process_zero:
                 show(_BAR, most, most)
         if state.is_world_process_zero:
@@ -106,7 +131,7 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
 
     def _write(self, completions: list[str], step: int, writer: Any) -> None:
         self.run.samples.parent.mkdir(exist_ok=True)
-        pairs = list(zip(self.prompts, completions, strict=True))
+        pairs = list(zip(self._shown, completions, strict=True))
         text = "\n".join(f"--- {number} ---\n{prompt}{rest}\n" for number, (prompt, rest) in enumerate(pairs, 1))
         record = _RECORD.sub(b" ", text.encode(errors="replace"))  # by which records are told apart
         append(self.run.samples, b"=== step %d ===\n%b\n" % (step, record))
@@ -118,22 +143,19 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
 
 def written(
     trainer: Any,
-    prompts: Sequence[str],
+    rows: list[list[int]],
     tokenizer: Any,
     sampling: Sampling,
     generator: torch.Generator,
     on_token: Callable[[], None] = lambda: None,
 ) -> list[str]:
-    """Collective. What the model writes to texts, before a text of ``sampling.stop``; the same on all ranks.
+    """Collective. What the model writes to rows of tokens, before a text of ``sampling.stop``; the same on all ranks.
 
     ``on_token`` is called after each column of tokens.
     """
-    from forgather_cli.models.generate import masked_prompt
-
     reads = getattr(trainer.strategy.parts[0], "is_encoder_decoder", False)
-    asked = [masked_prompt(tokenizer, prompt) for prompt in prompts] if reads else prompts
     texts = []
-    for new in continued(trainer, _encoded(asked, tokenizer), tokenizer, sampling, generator, on_token):
+    for new in continued(trainer, rows, tokenizer, sampling, generator, on_token):
         text = tokenizer.decode(new)
         text = text.removeprefix("<extra_id_0>") if reads else text
         texts.append(text[: min((at for stop in sampling.stop if (at := text.find(stop)) >= 0), default=len(text))])
@@ -223,17 +245,21 @@ def cut_samples(path: Path, last_step: int) -> None:
         write_whole(path, kept, durable=True)
 
 
-def _encoded(prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:
+def encoded(trainer: Any, prompts: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of each prompt; an empty one begins with the token that separates documents."""
+    from forgather_cli.models.generate import masked_prompt
+
+    if getattr(trainer.strategy.parts[0], "is_encoder_decoder", False):
+        prompts = [masked_prompt(tokenizer, prompt) for prompt in prompts]
     start = getattr(tokenizer, "bos_token_id", None)
     start = tokenizer.eos_token_id if start is None else start
     encode = getattr(tokenizer, "encode_prompt", tokenizer.encode)  # a user's has encode
-    encoded = [list(encode(prompt)) or [start] for prompt in prompts]
-    if any(ids == [None] for ids in encoded):
+    rows = [list(encode(prompt)) or [start] for prompt in prompts]
+    if any(ids == [None] for ids in rows):
         raise SetupError(
             "prompts: an empty prompt needs a tokenizer with a bos or eos token; write at least one character"
         )
-    return encoded
+    return rows
 
 
 def _that_of_rank_0(group: Any) -> Callable[[Tensor], Tensor] | None:

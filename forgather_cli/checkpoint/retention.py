@@ -12,6 +12,7 @@ from forgather_cli.checkpoint.choice import would_resume
 from forgather_cli.checkpoint.files import remove, sibling, siblings, size_of, sync_directory
 from forgather_cli.checkpoint.manifest import NAME, BestBy, NewerFormatError, read_manifest
 from forgather_cli.checkpoint.rollbacks import is_abandoned, read_rollbacks
+from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import CheckpointError
 from forgather_cli.run_dir import RunDir, step_of
 
@@ -65,6 +66,18 @@ def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[Checkpo
     rule = best_by or (rules[-1] if rules else None)
     best = {info.step for info in best_of(found, rule, 1)} if rule else set()
     return [replace(info, best=info.step in best) for info in found]
+
+
+def better_unsaved(found: Sequence[CheckpointInfo]) -> str:
+    """That an evaluation of the run was better than its best checkpoint, by the state of the newest one; else empty."""
+    best = next((info for info in found if info.best), None)
+    if best is None or best.best_by is None:
+        return ""
+    newest = [info for info in found if info.usable][-1]
+    state = read_json_object(newest.path / "state.json", CheckpointError).get("components", {}).get("trainer", {})
+    value, step = state.get("best_metric"), state.get("best_global_step")
+    is_kept = step in (None, best.step) or value == best.best_by.value(best.metrics)
+    return "" if is_kept else f"the run's best was {value:.4f} at step {step}, not saved"
 
 
 def best_of(found: Sequence[CheckpointInfo], rule: BestBy, count: int) -> list[CheckpointInfo]:

@@ -101,17 +101,20 @@ def _print_list(found: list[CheckpointInfo]) -> None:
         Col("saved", droppable=1),
         Col("note", fold=True),
     )
-    rows, styles = [], []
+    from forgather_cli.checkpoint.retention import better_unsaved
+
+    rows, styles, better = [], [], better_unsaved(found)
     for info in found:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
         numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
-        marks = {"best": info.best, "final": info.final, "not healthy": not info.healthy, "abandoned": info.abandoned}
+        marks = {f"best{' of those kept' if better else ''}": info.best, "final": info.final}
+        marks |= {"not healthy": not info.healthy, "abandoned": info.abandoned}
         marks[f"named {info.path.name}"] = step_of(info.path) != info.step
         told = "damaged" if info.problem else ", ".join(mark for mark, holds in marks.items() if holds)
         rows.append((str(info.step), *numbers, human_bytes(info.size_bytes), local_time(info.created), told))
         styles.append("red" if info.problem else "bold" if info.best else "")
     print_table(columns, rows, styles)
-    tell(f"newest: {shown(found[-1].path)}")
+    tell(f"newest: {shown(found[-1].path)}{'; ' if better else ''}{better}")
 
 
 @app.command(cls=Command)

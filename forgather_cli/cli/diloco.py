@@ -28,13 +28,12 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.style import Command, Group
 from forgather_cli.cli.words import (
     ConfigDir,
-    Overrides,
     Words,
-    check_overrides,
     complete_words,
     load,
     load_config_of,
     quoted,
+    split_words,
 )
 from forgather_cli.documents.regular_files import read_json_object, read_text
 from forgather_cli.errors import ConfigError, ControlError, SetupError
@@ -66,16 +65,15 @@ app = typer.Typer(
 
 @app.command(cls=Command)
 def server(
-    source: Annotated[
-        str,
+    words: Annotated[
+        list[str] | None,
         typer.Argument(
-            metavar="SOURCE",
-            help="A recipe (its model with fresh weights), a run, a checkpoint, or a model directory.",
+            metavar="[SOURCE] [OVERRIDE]...",
+            help="A recipe (its model with fresh weights), a run, a checkpoint, or a model directory; and settings.",
             autocompletion=complete_words,
             show_default=False,
         ),
-    ],
-    overrides: Overrides = None,
+    ] = None,
     config_dir: ConfigDir = None,
 ) -> None:
     """Serve the model that workers train together.
@@ -85,18 +83,19 @@ def server(
     its memory is three times the weights in fp32. Its run has checkpoints like any other, and
     forgather resume RUN goes on with it.
     """
-    raise typer.Exit(_serve(partial(_composed, source, check_overrides(overrides), config_dir)))
+    raise typer.Exit(_serve(partial(_composed, *split_words(words), config_dir)))
 
 
-def _composed(source: str, overrides: list[str], config_dir: Path | None) -> tuple[Loaded, DilocoServerSettings]:
+def _composed(source: str | None, overrides: list[str], config_dir: Path | None) -> tuple[Loaded, DilocoServerSettings]:
     """The config of SOURCE, and the server's own settings. Raises ConfigError with the mistakes of both."""
     from forgather_cli.checkpoint.choice import choose
     from forgather_cli.config.diloco import load_server_settings, split_server_overrides
 
     recipes, ours = split_server_overrides(overrides)
-    path, start = Path(source), source
-    run = run_of(path) if path.is_dir() else None
-    if path.is_dir() and run is None:
+    path, start = Path(source or "recipe"), source
+    is_directory = source is not None and path.is_dir()
+    run = run_of(path) if is_directory else None
+    if is_directory and run is None:
         if not is_model_directory(model_in(path)):
             raise SetupError(f"{source}: is no run, no checkpoint and no model directory; give one, or a recipe")
         start = "default"
@@ -232,11 +231,11 @@ def _client(run: Path | None, server: str | None, token_file: Path | None, kind:
 def status(
     run: RunArgument = None,
     server: ServerOption = None,
-    once: Annotated[bool, typer.Option("--once", help="Show it once, and not until Ctrl-C.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and not until it ends.")] = False,
     token_file: TokenFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show a server's round and its workers, anew every second."""
+    """Show a server's round and its workers, anew every second until it ends."""
     with closing(_client(run, server, token_file)) as found:
         with doing("waiting for the server"):
             document = found.call("/status")
@@ -248,10 +247,11 @@ def status(
             from rich.live import Live
 
             shown = _shown(document)
-            with interruptible(), Live(shown, console=console(), auto_refresh=False) as live:
+            with suppress(ControlError), interruptible(), Live(shown, console=console(), auto_refresh=False) as live:
                 while True:
                     time.sleep(_REDRAW)
                     live.update(_shown(found.call("/status")), refresh=True)
+            tell(f"no server answers at {found.address} any more: it has ended")
 
 
 def _shown(status: dict[str, Any]) -> RenderableType:

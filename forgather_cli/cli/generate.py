@@ -46,7 +46,10 @@ def generate(
     ctx: typer.Context,
     source: SourcePath,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Text to continue; without it a pipe is read, or what you type.")
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Text to continue, or to answer; without it a pipe is read, or what you type."
+        ),
     ] = None,
     prompts: Annotated[
         Path | None,
@@ -60,6 +63,7 @@ def generate(
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write JSON there.", rich_help_panel=_INPUT)
     ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue texts as they are, chat template or not.")] = False,
     chat: Annotated[
         bool, typer.Option("--chat", help="Talk to the model; lines of a pipe are turns.", rich_help_panel=_CHAT)
     ] = False,
@@ -98,7 +102,8 @@ def generate(
     """Write text with a run, a checkpoint or a model directory.
 
     On a terminal without a prompt it asks for one after another, and the text appears as it is written. A model with a
-    chat template is talked to, as with [cyan]--chat[/].
+    chat template is talked to, as with [cyan]--chat[/]: a prompt is one turn of its user, which it answers;
+    [cyan]--raw[/] continues the text as it is.
     """
     greedy = greedy or temperature == 0.0
     sampling = _checked(ctx, greedy)
@@ -113,14 +118,16 @@ def generate(
             from forgather_cli.inference.generation import load_generator
 
             model = load_generator(source, device=device, trust_config=trust_config, mode=mode)
-        if chat or (asks and model.chat is not None):
+        if model.chat is not None and not raw:
+            given = [each.as_turn() for each in given]
+        if chat or (asks and model.chat is not None and not raw):
             converse(model, sampling, system=system, prompt=prompt, as_json=as_json)
         elif asks:
             continue_texts(model, sampling)
         elif prompts is not None:
             write_all(model, given, sampling, batch_size, num_samples, output, as_json)
         else:
-            _one(source, model, given[0].text, sampling, num_samples, output, as_json)
+            _one(source, model, given[0], sampling, num_samples, output, as_json)
 
 
 def _checked(ctx: typer.Context, greedy: bool) -> Sampling:
@@ -137,7 +144,7 @@ def _checked(ctx: typer.Context, greedy: bool) -> Sampling:
     else:
         unread["batch_size"] = ("without --prompts", omit)
     if values["chat"]:
-        unread |= dict.fromkeys(("prompts", "num_samples", "output", "batch_size"), ("with --chat", omit))
+        unread |= dict.fromkeys(("prompts", "num_samples", "output", "batch_size", "raw"), ("with --chat", omit))
     else:
         unread["system"] = ("without --chat", "add --chat")
     for name, (why, remedy) in unread.items():
@@ -175,28 +182,29 @@ def _given(prompt: str | None, prompts: Path | None, chat: bool) -> list[Prompt]
 
 
 def _one(
-    source: Path, model: Generator, prompt: str, sampling: Sampling, samples: int, output: Path | None, as_json: bool
+    source: Path, model: Generator, prompt: Prompt, sampling: Sampling, samples: int, output: Path | None, as_json: bool
 ) -> None:
-    """One prompt: the text as it comes, or a document; several texts to it one after another."""
-    ids = model.encode(prompt, "--prompt")
+    """One prompt: the text as it comes, or a document; several texts to it one after another. Answers stand alone."""
+    ids, in_chat = prompt.tokens(model), prompt.messages is not None
+    shown = "" if in_chat else prompt.text
     if samples == 1 and not as_json:
-        typer.echo(on_screen(prompt), nl=False)
+        typer.echo(on_screen(shown), nl=False)
         sys.stdout.flush()
         try:
-            texts = model.write([ids], sampling, show=lambda row, new: show(new))
+            texts = model.write([ids], sampling, in_chat=in_chat, show=lambda row, new: show(new))
         finally:
             typer.echo()  # an error begins a line of its own
     else:
         with only_json(as_json), doing("writing the text"):
-            texts = model.write([ids] * samples, sampling)
-    document = _document(source, model, prompt, texts)
+            texts = model.write([ids] * samples, sampling, in_chat=in_chat)
+    document = _document(source, model, prompt.text, texts)
     if output is not None:
         write_json(output, document)
     if as_json:
         print_json(document)
     elif samples > 1:
         for number, each in enumerate(texts, 1):
-            typer.echo(f"--- {number} ---\n{on_screen(prompt + each.text)}")
+            typer.echo(f"--- {number} ---\n{on_screen(shown + each.text)}")
     tell_of_limit(model, texts)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -34,6 +34,10 @@ class Prompt:
     text: str = ""
     messages: Sequence[Mapping[str, Any]] | None = None
 
+    def as_turn(self) -> Prompt:
+        """What the user says, to a model that answers."""
+        return replace(self, messages=self.messages or [{"role": "user", "content": self.text.strip()}])
+
     def tokens(self, model: Generator) -> list[int]:
         """Raises SetupError, with its place in the file, for a prompt that the model cannot continue."""
         if self.messages is None:
@@ -46,7 +50,7 @@ class Prompt:
 
     @property
     def told(self) -> dict[str, Any]:
-        return {"prompt": self.text} if self.messages is None else {"messages": list(self.messages)}
+        return {"prompt": self.text} if self.text or self.messages is None else {"messages": list(self.messages)}
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -158,5 +162,6 @@ def _tell(number: int, prompt: Prompt, text: Text, file: TextIO | None, as_json:
     if as_json:
         print(line, flush=True)
     elif file is None:
-        typer.echo(f"--- {number + 1} ---\n{on_screen(prompt.text + text.text)}")
+        between = "\n" if prompt.text and prompt.messages is not None else ""
+        typer.echo(f"--- {number + 1} ---\n{on_screen(prompt.text + between + text.text)}")
         sys.stdout.flush()

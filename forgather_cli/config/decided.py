@@ -46,7 +46,7 @@ _SPEED = 0.35 * 989e12  # FLOP/s of a step on an H100; a slower GPU would save m
 def _torch_compile(config: Config, gpu: Any) -> tuple[bool, str]:
     """On where it is known to save two compilations at least: steps take 6 x parameters x tokens operations."""
     model, length, size = config.model, getattr(config.data, "seq_len", None), 0
-    if gpu is None:
+    if gpu is None and not config.device.startswith("cuda"):
         return False, "not on CUDA"
     if isinstance(config.trainer, Target) or getattr(config.trainer, "splits_backward", False):
         return False, "the trainer may not take it"
@@ -70,7 +70,7 @@ def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
     less memory (docs/measured.md, "One GPU").
     """
     plain = CrossEntropySettings()
-    if gpu is None:
+    if gpu is None and not config.device.startswith("cuda"):
         return plain, ""
     if config.torch_compile:
         return plain, "torch_compile=true fuses it with the head"

@@ -65,13 +65,13 @@ def parse_lines(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
             try:
                 parsed.append(parser.parse_override(line))
             except HydraException:
-                # its grammar has no ~, which no shell expands behind a =
-                at_home = re.sub(r"(?<=[=,\[])[^\s,\[\]{}()'\"=]*~[^\s,\[\]{}()'\"=]*", r"'\g<0>'", line)
+                # its grammar has no ~, which no shell expands behind a =, and no second =
+                given = re.sub(r"(?<=[=,\[])[^\s,\[\]{}()'\"]*[~=][^\s,\[\]{}()'\"]*", r"'\g<0>'", line)
                 # nor most signs of regular expressions, which in a list are texts
                 if listed := re.fullmatch(r"([^=]+=)\[([^']*[(^|\[{][^']*)\]", line):
                     texts = re.split(r",\s*(?![^(\[{]*[)\]}])", listed[2])
-                    at_home = f"{listed[1]}['" + "','".join(texts) + "']"
-                parsed.append(parser.parse_override(at_home))
+                    given = f"{listed[1]}['" + "','".join(texts) + "']"
+                parsed.append(parser.parse_override(given))
         except HydraException as error:
             reason = str(error).partition("\n")[0].partition(" expecting {")[0] or type(error).__name__
             problems.append(f"{line}: not an override ({reason}); write key=value and quote special characters")

@@ -148,12 +148,15 @@ def _of_run(config: Config, limit: int, tokenizer: Tokenizer) -> Sample:
     left = MAX_TOKENS
     for batch in EvalLoader(data.eval, batch_size=1, device=torch.device("cpu")):
         read = "decoder_input_ids" if option.is_paired else "input_ids"
-        ids, labels = (batch[key][:, : min(limit, left)] for key in (read, "labels"))
-        if num_targets(labels, label_shift(batch)):
-            sequences.append((ids, labels))
-            left -= ids.shape[1]
-            if option.is_paired:
-                sources.append(batch["input_ids"][:, :limit])
+        documents = batch.get("document_ids", torch.zeros_like(batch[read]))[0]
+        lengths = documents.unique_consecutive(return_counts=True)[1].tolist()  # each is by itself, as in training
+        for parts in zip(*(batch[key].split(lengths, 1) for key in (read, "labels")), strict=True):
+            ids, labels = (part[:, : min(limit, left)] for part in parts)
+            if num_targets(labels, label_shift(batch)):
+                sequences.append((ids, labels))
+                left -= ids.shape[1]
+                if option.is_paired:
+                    sources.append(batch["input_ids"][:, :limit])
         if left < 2:
             break
     if not sequences:

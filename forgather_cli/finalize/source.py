@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli.checkpoint.average import PROVENANCE, average_models, enough_of, last_checkpoints
 from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.manifest import NAME
+from forgather_cli.checkpoint.retention import better_unsaved, list_checkpoints
 from forgather_cli.config.schema import QLoRASettings
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, SetupError
@@ -121,6 +122,8 @@ def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -
                 f"--best: no whole and healthy checkpoint of {run.root} has the metric the run was judged by; train "
                 "with evaluation (eval_strategy=steps), or leave --best out"
             )
+        if better := better_unsaved(list_checkpoints(run)):
+            say(f"{best.path.name} is the best of those kept; {better}")
         return _of_adapter(Chosen(Located(best.path / "model", best, run_of(best.path))), options)
     assert options.average is not None
     members = last_checkpoints(run, options.average)

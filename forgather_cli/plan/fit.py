@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from forgather_cli.config.schema import Config, DDPSettings, FSDP2Settings, PipelineSettings, SingleSettings
 from forgather_cli.errors import ConfigError, ForgatherError
+from forgather_cli.hardware import gpu_of
 from forgather_cli.launch.layout import plan_layout
 from forgather_cli.launch.processes import available_memory
 from forgather_cli.plan.memory import uses_gpu
@@ -46,11 +47,8 @@ def budget_of(config: Config, given: str | None) -> Budget:
     if given is not None:
         total, source = _parsed_size(given), "--memory"
         on_gpu = config.device != "cpu"  # of a device that need not be here
-    elif on_gpu:
-        import torch
-
-        properties = torch.cuda.get_device_properties(0)
-        total, source = int(properties.total_memory), properties.name
+    elif (gpu := gpu_of(config.device)) is not None:
+        total, source = int(gpu.total_memory), gpu.name
     else:
         ranks = plan_layout(config).ranks_per_node
         total = available_memory() // ranks

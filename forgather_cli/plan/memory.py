@@ -79,7 +79,7 @@ class RankMemory:
 def uses_gpu(config: Config) -> bool:
     import torch
 
-    return config.device != "cpu" and torch.cuda.is_available()
+    return config.device.startswith("cuda") or (config.device != "cpu" and torch.cuda.is_available())
 
 
 def as_saved(config: Config, ranks: Sequence[RankMemory]) -> list[RankMemory]:

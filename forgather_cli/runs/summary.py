@@ -154,11 +154,12 @@ def holder_of(run: RunDir) -> Holder | None:
 def ordered(summaries: Sequence[Summary], by: str) -> list[Summary]:
     """Sorted by a number, smallest first, those without it last; ``tokens_per_second``-like ones are found by field.
 
-    Takes the names of Summary, of the metrics they come from (``eval_loss``, ``loss``), and of differing settings.
+    Takes the names of Summary, of the metrics they come from (``eval_loss``), of columns, and of differing settings.
     """
     settings = {key for each in summaries for key in each.settings}
     own = [each.name for each in fields(Summary) if each.name not in ("settings", "times", "reason")]
-    name = _SHORT.get(by, by)
+    name = by.replace(" ", "_")
+    name = by if by in settings else _SHORT.get(name, name)
     if name not in own and name not in settings:
         known = [*own, *_SHORT, *settings]
         near = did_you_mean(by, known)
@@ -171,13 +172,11 @@ def ordered(summaries: Sequence[Summary], by: str) -> list[Summary]:
 
 
 _SHORT = {
-    "loss": "last_loss",
-    "eval_loss": "best_eval_loss",
-    "bits_per_byte": "best_eval_bits_per_byte",
-    "tok_per_sec": "tokens_per_second",
-    "time": "seconds",
-}
-"""Names that people type for those of ``Summary``."""
+    "loss": "last_loss", "eval": "last_eval_loss", "eval_loss": "best_eval_loss", "best_eval": "best_eval_loss",
+    "bits_per_byte": "best_eval_bits_per_byte", "bits/byte": "best_eval_bits_per_byte", "time": "seconds",
+    "tok_per_sec": "tokens_per_second", "tok/s": "tokens_per_second",
+}  # fmt: skip
+"""Names that people type, of columns too, for those of ``Summary``."""
 
 
 def _key(value: Any) -> tuple[int, float, str]:

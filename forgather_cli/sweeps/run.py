@@ -124,12 +124,17 @@ def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None)
             continue
         fixed = [word for word in job_overrides if all(word in other for other in expanded)]
         own = [word for word in job_overrides if word not in fixed]
-        name = job_name(loaded.recipe_text, own)
         if loaded.config.output_dir and "output_dir" in loaded.given:
             root = Path(loaded.config.output_dir)
         else:  # named by what all jobs share: a sweep that is given more values later keeps the jobs it has
             content = "\0".join([loaded.recipe_text, *fixed])
             root = Path("outputs") / loaded.recipe / f"sweep-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
+        name = job_name(loaded.recipe_text, own)
+        if not (root / name).exists():  # one begun before 0.3 goes on where it is
+            name = name.replace("=", "-")
+        evaluates = loaded.config.eval_strategy == "steps" and loaded.config.data.nothing_held_out is None
+        if evaluates and 0 < loaded.config.max_steps < loaded.config.eval_steps:  # at the end, to compare jobs by it
+            job_overrides.append(f"eval_steps={loaded.config.max_steps}")
         takes_gpus = there and loaded.config.device in ("auto", "cuda")
         jobs.append(SweepJob(name, job_overrides, RunDir(root / name), own, layout.ranks_per_node, takes_gpus))
         if loaded.tree["data"].get("template_date", "no chats") is None and not jobs[-1].run.config.exists():
@@ -329,7 +334,8 @@ def _print_table(jobs: list[SweepJob], codes: dict[str, int]) -> None:
     rows = [(job.name, *_cells(job, codes.get(job.name))) for job in jobs]
     by = 6 if all(row[6] != "-" for row in rows if row[5] != "-") else 5  # tokenizers may differ
     best = min((row[by] for row in rows if row[by] != "-"), default=None, key=float)
-    print_table(columns, rows, ["bold green" if row[by] == best else "" for row in rows])
+    marked = [(row[0], f"{row[1]}, best" if row[by] == best else row[1], *row[2:]) for row in rows]
+    print_table(columns, marked, ["bold green" if row[by] == best else "" for row in rows])
     sweep = jobs[0].run.root.parent
     tell(f"runs are in {sweep}; a picture of them: {shlex.join(['forgather', 'logs', 'plot', str(sweep)])}")
 

@@ -6,7 +6,7 @@ import signal
 from dataclasses import replace
 
 from forgather_cli.callbacks.base import CallbackList
-from forgather_cli.checkpoint.retention import CheckpointInfo, list_checkpoints
+from forgather_cli.checkpoint.retention import CheckpointInfo, better_unsaved, list_checkpoints
 from forgather_cli.errors import TrainingError
 from forgather_cli.launch.exit_status import DONE, FAILED, STOPPED, ExitStatus, Kind, done, write_exit_record
 from forgather_cli.run_dir import RunDir, shown
@@ -81,10 +81,12 @@ def _print_paths(run: RunDir) -> None:
     best = next((info for info in found if info.best), None)
     newest = found[-1] if found else None
     tell(f"\nrun      {shown(run.root)}")
+    better = better_unsaved(found)
+    note = f" (best of those kept; {better})" if better else ""
     if newest is not None:
-        tell(f"newest   {_place(newest, ' (best)' if newest is best else '')}")
+        tell(f"newest   {_place(newest, (note or ' (best)') if newest is best else '')}")
     if best is not None and best is not newest:
-        tell(f"best     {_place(best)}")
+        tell(f"best     {_place(best, note)}")
 
 
 def _place(info: CheckpointInfo, note: str = "") -> str:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import torch
 
-from forgather_cli.callbacks.textgen import continued, written
+from forgather_cli.callbacks.textgen import continued, encoded, written
 from forgather_cli.config.decode import decode_sampling
+from forgather_cli.data.loaders.loader import EvalLoader
+from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.errors import ConfigError
+from forgather_cli.labels import IGNORED
 from forgather_cli.trainer.build import known_vocab_size
+from forgather_cli.trainer.states import RandomState
 
 
 def generated(trainer: Any, prompts: Any, given: dict[str, Any]) -> Any:
@@ -37,13 +42,41 @@ def generated(trainer: Any, prompts: Any, given: dict[str, Any]) -> Any:
     if not several:
         return []
     if all(isinstance(prompt, str) for prompt in several):
-        texts = written(trainer, several, tokenizer, sampling, generator)
+        texts = written(trainer, encoded(trainer, several, tokenizer), tokenizer, sampling, generator)
         found: list[Any] = [prompt + text for prompt, text in zip(several, texts, strict=True)]
     else:
         rows = [_tokens(prompt, known_vocab_size(trainer.strategy.parts)) for prompt in several]
         new = continued(trainer, rows, tokenizer, sampling, generator)
         found = [row + more for row, more in zip(rows, new, strict=True)]
     return found[0] if is_one else found
+
+
+def beginnings(trainer: Any, collate_fn: Any) -> list[list[int]]:
+    """See ``Trainer.held_out_prompts``. Leaves generators of users' code, and the position of training, alone."""
+    generators, rows = RandomState(), list[list[int]]()
+    before, held_out = generators.state_dict(), trainer.eval_dataset
+    for dataset in (held_out, trainer.train_dataset):
+        # a stream of ours begins anew with each pass; training's stands where a run resumes
+        is_stream = dataset is held_out and type(dataset).__module__.startswith("forgather_cli.")
+        if not rows and (len(dataset) > 0 if is_map_style(dataset) else is_stream):
+            examples = EvalLoader(dataset, batch_size=1, max_samples=32, collate_fn=collate_fn)
+            rows = list(islice(filter(None, map(_beginning, examples)), 2))
+    generators.load_state_dict(before)
+    return rows or encoded(trainer, [""], trainer.processing_class)
+
+
+def _beginning(batch: Any) -> list[int]:
+    """Of its first document, which ends where there is another one or padding; nothing where it has no targets."""
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if ids is None or labels is None or labels.ndim != 2 or not (labels[0] != IGNORED).any():
+        return []
+    inside = batch.get("document_ids", batch.get("attention_mask", torch.zeros_like(ids)))[0]
+    found: list[int] = ids[0, inside == inside[0]].tolist()
+    if "decoder_input_ids" in batch:
+        return found
+    # what stands before an answer, or, of text, where at most a begin token is no target
+    targets = (labels[0] != IGNORED).nonzero().flatten().tolist()
+    return found[: targets[0] if targets[0] > 2 else targets[:16][-1] + 1]
 
 
 def _tokens(prompt: Any, vocab_size: int | None) -> list[int]:

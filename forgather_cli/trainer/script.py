@@ -35,7 +35,7 @@ from forgather_cli.trainer.arguments import TrainingArguments, as_arguments, scr
 from forgather_cli.trainer.build import collate_fn, eval_loader, train_loader
 from forgather_cli.trainer.checkpoints import RESERVED, save_model
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions
-from forgather_cli.trainer.generate import generated
+from forgather_cli.trainer.generate import beginnings, generated
 from forgather_cli.trainer.given import Hooks, Objects
 from forgather_cli.trainer.names import SourceNames
 from forgather_cli.trainer.optimizers import (
@@ -225,6 +225,12 @@ class Trainer(SourceNames):
         tokenizer's end token, which is left out, or before a text of ``stop``. Raises ConfigError.
         """
         return generated(self, prompts, settings)
+
+    def held_out_prompts(self) -> list[list[int]]:
+        """Token ids that two held-out examples begin with, of training data where there is none: a chat up to its first
+        answer, of text the first tokens, what an encoder reads. The begin token alone where data can be read only once.
+        """
+        return beginnings(self, self._collate_fn)
 
     def _evaluated(
         self, dataset: Any, prefix: str, what: str, sync: StepSync | None, predictions: Predictions | None

@@ -113,7 +113,7 @@ def test_every_callback_leaves_on_every_layout_what_it_leaves_on_one_device(
     assert profiles <= {file.name for file in (run.path / "profile").iterdir()}
     mine, theirs = ((each.path / "samples.txt").read_text() for each in (run, single))
     assert mine.split("=== step 12")[0] == theirs.split("=== step 12")[0]
-    assert mine.startswith("=== step 4 ===\n--- 1 ---\ndef main(")
+    assert mine.startswith("=== step 4 ===\n--- 1 ---\n")
     assert mine.count("=== step ") >= 2
     assert {4, 8} <= set(RunDir(run.path).checkpoint_steps())
     assert not list(run.path.rglob("*.tmp"))

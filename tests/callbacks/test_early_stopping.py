@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import tiny
+from program import SMALL, printed, shown
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
 from forgather_cli.callbacks.early_stopping import EarlyStopping
 from forgather_cli.config.schema import EarlyStoppingSettings, RunSettings
+from forgather_cli.run_dir import RunDir
 
 NAN = float("nan")
 
@@ -58,6 +63,52 @@ def test_the_stop_is_told_once_with_metric_and_values(caplog: pytest.LogCaptureF
     (message,) = caplog.messages
     assert "early_stopping" in message
     assert "step 200: eval_loss 3.5, the best is 3 of step 100" in message
+
+
+@pytest.mark.parametrize(
+    ("words", "warns"),
+    [
+        (["save_steps=6"], True),
+        (["save_strategy=no"], True),
+        (["save_strategy=epoch"], True),
+        (["save_steps=1"], False),
+        (["save_strategy=best"], False),
+        (["save_strategy=epoch", "eval_strategy=epoch"], False),
+    ],
+)
+def test_at_the_start_is_said_that_the_best_will_not_be_saved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, words: list[str], warns: bool
+) -> None:
+    words = words if "eval_strategy=epoch" in words else ["eval_steps=2", *words]
+    made = tiny.config(tmp_path, "+callbacks.early_stopping.patience=2", "max_steps=1", *words)
+    tiny.train(made, RunDir(tmp_path))
+    assert ("early_stopping" in caplog.text and "set save_strategy=best" in caplog.text) == warns
+
+
+def test_best_is_what_is_the_runs_best_else_how_good_that_was_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # on random tokens an evaluation gets worse from the first one on
+    words = [*SMALL, "max_steps=6", "eval_steps=2", "learning_rate=0.05", "async_save=false"]
+    said = shown(capsys, "train", *words, "save_steps=6", "output_dir=run")
+    best, later, last = (r["eval_loss"] for r in tiny.metrics("run") if "eval_loss" in r)
+    assert best < min(later, last)
+    told = f"the run's best was {best:.4f} at step 2, not saved"
+    [line] = [line for line in said.splitlines() if line.startswith("newest")]
+    assert "(best)" not in said
+    assert line.endswith(f"eval_loss {last:.4f} (best of those kept; {told})")
+    listed = shown(capsys, "checkpoint", "list", "run")
+    assert "best of those kept" in listed
+    assert told in listed
+    assert told in printed(capsys, "finalize", "run", "model", "--best", "--dry-run").err
+    # the run's best is kept: the same words, and nothing else is said
+    said = shown(capsys, "train", *words, "save_strategy=best", "output_dir=kept")
+    assert f"best     kept/checkpoints/step-00000002  eval_loss {best:.4f}\n" in said
+    listed = shown(capsys, "checkpoint", "list", "kept")
+    assert " best" in listed
+    assert "best of those kept" not in listed + said
+    assert "the run's best" not in listed + printed(capsys, "finalize", "kept", "model", "--best", "--dry-run").err
 
 
 def test_a_metric_that_is_missing_is_told_once(caplog: pytest.LogCaptureFixture) -> None:

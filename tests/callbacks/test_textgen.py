@@ -17,8 +17,9 @@ from forgather_cli.callbacks.base import CallbackList, NoWriter, TrainerControl,
 from forgather_cli.callbacks.console import printable
 from forgather_cli.callbacks.textgen import TextgenCallback
 from forgather_cli.config.schema import GenerationConfig, RunSettings, TextgenSettings
+from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.text.tokenizer import ByteTokenizer
-from forgather_cli.errors import SetupError
+from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.models.generate import generate
 from forgather_cli.run_dir import RunDir
 from forgather_cli.trainer.from_python import ScriptJob
@@ -41,16 +42,17 @@ class Speaker:
     def logits(self, batch: dict[str, Tensor], *, last_only: bool = False, cache: Any = None) -> Tensor:
         self.modes.add(self.parts[0].training)
         self.calls.append(batch)
-        logits = torch.full((len(batch["input_ids"]), 1, EOS + 1), -50.0)
+        logits = torch.full((len(batch["input_ids"]), 1, EOS + 3), -50.0)
         logits[:, 0, :] *= 1 - self.noise
         wanted = self.ids[len(self.calls) - 1] if len(self.calls) <= len(self.ids) else EOS
         logits[:, 0, wanted] = 50.0 * (1 - self.noise)
         return logits
 
 
-def trainer_of(strategy: Any, group: Any) -> Any:
+def trainer_of(strategy: Any, group: Any, tokenizer: Any = None) -> Any:
     sync = StepSync(TrainerControl(), ScriptJob())
-    run = SimpleNamespace(strategy=strategy, seed=42, cpu_group=group, sync=sync)
+    save = getattr(tokenizer, "save", lambda directory: None)
+    run = SimpleNamespace(strategy=strategy, seed=42, cpu_group=group, sync=sync, write_model_files=save)
     return SimpleNamespace(strategy=strategy, run=run, tensorboard=NoWriter(), callbacks=CallbackList())
 
 
@@ -59,7 +61,7 @@ def event(
 ) -> None:
     callbacks = CallbackList()
     callbacks.add(callback, "textgen")
-    given = {"processing_class": tokenizer, "trainer": trainer_of(strategy, None)}
+    given = {"processing_class": tokenizer, "trainer": trainer_of(strategy, None, tokenizer)}
     callbacks.emit(name, RunSettings(), TrainerState(global_step=step, **state), TrainerControl(), **given)
 
 
@@ -224,6 +226,22 @@ def test_a_generation_config_is_a_table_or_the_object_of_transformers() -> None:
         TextgenCallback(generation_config=transformers.GenerationConfig(penalty_alpha=0.6))
     with pytest.raises(ConfigError, match=r"TextgenCallback\.generation_config: "):
         TextgenCallback(generation_config="beams")
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_prompt_is_a_turn_of_a_tokenizer_with_a_template_and_ends_with_the_answer(
+    tmp_path: Path, raw: bool, num_beams: int
+) -> None:
+    tokenizer = ByteTokenizer(CHATML, ("<|im_start|>", "<|im_end|>"))
+    speaker = Speaker(tokenizer.encode("It is.<|im_end|>and more"))
+    config = GenerationConfig(num_beams=num_beams, do_sample=False, max_new_tokens=12)
+    event(made(tmp_path, ["Hi"], raw=raw, generation_config=config), "on_evaluate", speaker, tokenizer)
+    turn = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    text = (tmp_path / "samples.txt").read_text().partition(" ---\n")[2].strip()
+    assert text == ("HiIt is.<|im_end|>and m" if raw else f"{turn}It is.")
+    assert speaker.calls[0]["input_ids"][0].tolist() == tokenizer.encode("Hi" if raw else turn)
+    assert len(speaker.calls) == (12 if raw else len("It is.") + 1) or num_beams > 1
 
 
 def test_samples_are_written_by_the_same_table_as_forgather_generate(tmp_path: Path) -> None:

@@ -214,7 +214,7 @@ def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_conversation_goes_by_the_template(say: Callable[..., Any], talker: Path) -> None:
     rendered = "<system>be kind/<user>hi/<assistant>"
     options = ["--greedy", "--max-new-tokens", "30"]
-    free = document(say("--prompt", rendered, *options, "--json", source=talker))["text"]
+    free = document(say("--raw", "--prompt", rendered, *options, "--json", source=talker))["text"]
     mark = next(c for c in free[4:] if c not in "'\"\\{}%# x")
     (talker / "chat_template.jinja").write_text(CHAT.replace("MARK", mark))
     first = free.partition(mark)[0].strip()
@@ -224,13 +224,26 @@ def test_a_conversation_goes_by_the_template(say: Callable[..., Any], talker: Pa
     assert [message["role"] for message in told] == ["system", "user", "assistant", "user", "assistant"]
     assert told[2]["content"] == first
     again = f"{rendered}{first}{mark}<user>and now?/<assistant>"
-    second = document(say("--prompt", again, *options, "--json", source=talker))["text"]
+    second = document(say("--raw", "--prompt", again, *options, "--json", source=talker))["text"]
     assert told[4]["content"] == second.partition(mark)[0].strip()
     Path("p.jsonl").write_text(json.dumps({"messages": told[:2]}) + '\n{"prompt": "hi"}\n')
     answers = lines(say("--prompts", "p.jsonl", *options, "--json", source=talker))
     assert answers[0]["text"].strip() == first
     assert answers[0]["messages"] == told[:2]
-    assert "messages" not in answers[1]
+    # a text is one turn of the user, as a conversation of that turn, and ends where the turn does
+    Path("turn.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    [turn] = lines(say("--prompts", "turn.jsonl", *options, "--json", source=talker))
+    assert mark not in turn["text"]
+    assert {**answers[1], "index": 0} == {key: value for key, value in turn.items() if key != "messages"} | {
+        "prompt": "hi"
+    }
+    one = document(say("--prompt", "hi", *options, "--json", source=talker))
+    assert (one["prompt"], one["text"], one["finish_reason"]) == ("hi", turn["text"], turn["finish_reason"])
+    assert say("--prompt", "hi", *options, source=talker)[1] == f"{turn['text']}\n"
+    raw = document(say("--prompt", "hi", "--raw", *options, "--json", source=talker))["text"]
+    assert raw == by_transformers(talker, "hi", 30)
+    assert raw != turn["text"]
+    assert lines(say("--prompts", "p.jsonl", "--raw", *options, "--json", source=talker))[1]["text"] == raw
 
 
 def test_the_oldest_turns_of_a_full_conversation_are_forgotten(say: Callable[..., Any], talker: Path) -> None:
@@ -293,6 +306,7 @@ MISTAKES = {
     "--top-p 2 --min-p nan": ["--top-p: must be less than or equal to 1, got 2", "--min-p: must be a finite number"],
     "--min-new-tokens 9 --max-new-tokens 8": ["got 9, and max_new_tokens is 8; lower one or raise the other"],
     "--system x": ["--system: nothing reads it without --chat; add --chat"],
+    "--chat --raw": ["--raw: nothing reads it with --chat; leave it out"],
     "--chat --num-samples 2": ["--num-samples: nothing reads it with --chat; leave it out"],
     "--batch-size 2": ["--batch-size: nothing reads it without --prompts; leave it out"],
     "--prompts p.txt": ["--prompt: nothing reads it with --prompts; give one of the two"],

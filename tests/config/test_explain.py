@@ -34,7 +34,7 @@ def test_a_key_as_in_an_override() -> None:
         ("max_grad_norm", "max_grad_norm", "a number at least 0 or null"),
         ("hidden_size", "model.hidden_size", "a whole number above 0"),
         ("torch_compile", "torch_compile", "true or false or auto"),
-        ("callbacks.textgen.prompts", "callbacks.textgen.prompts", "a list or text"),
+        ("callbacks.textgen.prompts", "callbacks.textgen.prompts", "a list, text or null"),
         ("model_splitter", "trainer.model_splitter", "a function or class of yours by _target_ or null"),
     ):
         (found,) = explain(key)

@@ -9,6 +9,7 @@ import logging
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import chats
@@ -23,7 +24,7 @@ from streams import all_ids
 from tiny import metrics
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 
-from forgather_cli.callbacks.textgen import TextgenCallback, _encoded
+from forgather_cli.callbacks.textgen import TextgenCallback, encoded
 from forgather_cli.checkpoint.compare import compare_configs
 from forgather_cli.config.decode import dump_tree, load_tree
 from forgather_cli.config.load import load_config
@@ -303,10 +304,12 @@ def test_generate_writes_what_the_pipeline_of_transformers_writes(
 
 def test_prompts_of_a_run_begin_as_its_texts(directory: Path, tmp_path: Path) -> None:
     callback = TextgenCallback(TextgenSettings(prompts=[PROMPT, ""]), RunDir(tmp_path))
+    plain = SimpleNamespace(strategy=SimpleNamespace(parts=[None]))
     for rule, prefix in ((None, [256]), (False, [])):
         tokenizer = FileTokenizer(directory, add_bos=rule)
-        assert _encoded(callback.prompts, tokenizer) == [[*prefix, *tokenizer.encode(PROMPT)], [256]]
-    assert _encoded([BEGIN + PROMPT, BEGIN], FileTokenizer(directory)) == [[256, *tokenizer.encode(PROMPT)], [256]]
+        assert encoded(plain, callback.prompts, tokenizer) == [[*prefix, *tokenizer.encode(PROMPT)], [256]]
+    spelled = encoded(plain, [BEGIN + PROMPT, BEGIN], FileTokenizer(directory))
+    assert spelled == [[256, *tokenizer.encode(PROMPT)], [256]]
 
 
 def test_an_evaluation_counts_each_byte_once_and_no_first_token(

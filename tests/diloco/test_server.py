@@ -19,6 +19,7 @@ import torch
 from diloco.client import TINY, Client, FakeWorker, Served, serving
 from diloco.workers import is_audited
 from program import Process, forgather, until
+from terminal import Terminal
 from torch import Tensor
 from typer.testing import CliRunner
 from whole_batch import equal
@@ -232,6 +233,17 @@ def test_the_run_is_a_run_like_any_other(story: Story) -> None:
     tokens = torch.arange(8)[None]
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, source.model(tokens), rtol=0, atol=1e-5)
+
+
+def test_status_on_a_terminal_ends_with_the_server(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with serving(root, *TINY, source="diloco.workers=1") as served:  # without a recipe
+        terminal = Terminal("diloco", "status", str(root))
+        terminal.read_until("round -")
+        assert CliRunner().invoke(app, ["diloco", "stop", "--now", str(root)]).exit_code == 0
+        served.process.wait()
+        assert terminal.finish() == 0, terminal.output
+        assert "it has ended" in terminal.output
 
 
 @pytest.fixture(scope="module")

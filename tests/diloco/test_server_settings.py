@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import saving
 import yaml
-from program import forgather
+from program import forgather, refusal
 
 from forgather_cli.checkpoint.rollbacks import Rollback, append_rollback
 from forgather_cli.cli.diloco import _composed
@@ -91,6 +91,18 @@ def test_a_run_without_a_checkpoint_to_begin_from(tmp_path: Path, capsys: pytest
     assert f"{run.checkpoint(1)}: is damaged: state.json is missing" in refused()
     (run.checkpoint(2) / "manifest.json").write_text('{"format": "forgather-checkpoint", "format_version": 7}')
     assert "upgrade forgather" in refused()  # and does not begin from an older one
+
+
+def test_without_a_recipe_the_words_are_settings_as_of_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loaded, settings = _composed(None, ["model=nano", "diloco.workers=3", "max_steps=7"], None)
+    assert (loaded.recipe, loaded.config.max_steps, settings.workers) == ("default", 7, 3)
+    assert loaded.config.model == load_config("default", ["model=nano"]).config.model
+    told = refusal(capsys, "diloco", "server", "model=nano", "diloco.worker=2", "max_step=1")
+    assert "diloco.worker: " in told
+    assert "max_step: " in told
 
 
 def test_a_run_is_begun_from_where_a_resume_takes_it(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 import finalized
 import pytest
 import torch
+from chats import write_chats
 from finalized import logits, model_directory, refused, theirs, weights
-from program import document
+from program import SMALL, document, forgather
 from ranks import run_ranks
 from saving import damage, flip, full_disk
 from tiny import decoder
@@ -216,6 +217,27 @@ def test_the_perplexity_is_that_of_plain_cross_entropy(run: Path) -> None:
         losses += [-scores.log_softmax(-1)[i, int(token)] for i, token in enumerate(ids[0, 1:])]
     assert measured.loss == pytest.approx(float(torch.stack(losses).mean()), rel=1e-5)
     assert measured.num_targets == len(losses)
+
+
+def test_documents_of_a_row_are_apart_as_they_were_trained_so_that_the_perplexity_is_evals(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_chats(Path("chats.jsonl"), 24)
+    write_chats(Path("held_out.jsonl"), 6, first=100)
+    words = [word for word in SMALL if not word.startswith(("data=", "num_", "seq_len"))]
+    data = [
+        "data=instruct",
+        "data.files=[chats.jsonl]",
+        "data.eval_files=[held_out.jsonl]",
+        "data.chat_template=chatml",
+    ]
+    words += [*data, "tokenizer=bytes", "seq_len=256", "packing=best_fit", "max_steps=2", "output_dir=chats"]
+    assert forgather("train", *words) == 0
+    capsys.readouterr()
+    wanted = document(capsys, "eval", "chats", "device=cpu")["eval_perplexity"]
+    assert forgather("finalize", "chats", "chats-model") == 0
+    proof = json.loads(Path("chats-model/finalize_report.json").read_text())["proof"]
+    assert proof["perplexity_source"] == pytest.approx(wanted, rel=1e-5)
 
 
 def test_without_transformers_our_own_reader_loads_it(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import tiny
+from processors import pretend
 from program import document, shown
 from ranks import run_ranks
 from selection import some
 from torch import Tensor
 
 from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.config.decided import decided
 from forgather_cli.plan.run import RunPlan, make_plan
 from forgather_cli.run_dir import RunDir
 from forgather_cli.shards import local
@@ -133,6 +135,19 @@ def test_memory_is_what_tensors_take_and_fragments_between_them(
     on_gpu = plan(tmp_path, 1, "trainer=single").fullest
     assert on_gpu.tensors == made.tensors, "the copy of a save is in host memory"
     assert 0 < on_gpu.fragments < 0.06 * on_gpu.tensors
+
+
+def test_a_cuda_device_that_is_not_here_is_planned_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)  # a processor that is slow in bf16
+    words = ["precision=auto", "loss=auto", "trainer=single"]
+    here, there = (plan(tmp_path, 1, *words, f"device={name}") for name in ("cpu", "cuda"))
+    assert (here.precision, there.precision) == ("fp32", "bf16")
+    said = plan(tmp_path, 1, *words[1:], "precision=bf16", "device=cuda")
+    assert there.fullest == said.fullest
+    assert "none here" in there.auto_because
+    assert 20 * there.fullest.fragments <= there.fullest.tensors < here.fullest.tensors
+    # as on a GPU that is here: the logits of all tokens are never in memory
+    assert decided(tiny.config(tmp_path, *words, "device=cuda"))[0].loss.type != "cross_entropy"
 
 
 def test_half_precisions(tmp_path: Path) -> None:

@@ -53,6 +53,11 @@ def test_runs_are_sorted_by_what_they_measured_or_by_a_setting(sweep: Path, caps
 
     assert rates("--sort", "eval_loss") == ["0.003", "0.001", "0.0003"]  # those without come last
     assert rates("--sort", "bits_per_byte") == ["0.001", "0.003", "0.0003"]
+    head = shown(capsys, "logs", "summary", str(sweep), "--markdown").splitlines()[0]
+    columns = [column.strip() for column in head.strip("|").split("|")]
+    assert len({tuple(rates("--sort", column)) for column in columns}) > 1  # by the name of each of them
+    assert rates("--sort", "best eval") == rates("--sort", "eval_loss")
+    assert rates("--sort", "bits/byte") == rates("--sort", "bits_per_byte")
     assert rates("--sort", "learning_rate") == ["0.0003", "0.001", "0.003"]
     assert rates("--sort", "learning_rate", "--reverse") == ["0.003", "0.001", "0.0003"]
     told = refusal(capsys, "logs", "summary", str(sweep), "--sort", "eval_los")

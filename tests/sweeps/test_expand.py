@@ -27,6 +27,10 @@ def test_ranges_globs_and_quotes(tmp_path: Path) -> None:
     assert expand(["betas=[0.1,0.2],[0.3,0.4]"]) == [["betas=[0.1,0.2]"], ["betas=[0.3,0.4]"]]
     assert expand(["+callbacks.early_stopping.patience=1,2"])[1] == ["+callbacks.early_stopping.patience=2"]
     assert expand(["~callbacks.textgen"]) == [["~callbacks.textgen"]]
+    assert [expand(job) for job in expand(["tokenizer=a/lr=1,b=2"])] == [
+        [["tokenizer='a/lr=1'"]],
+        [["tokenizer='b=2'"]],
+    ]
 
 
 def test_values_of_a_sweep_can_be_typed_again_and_texts_that_look_like_numbers_stay_as_typed() -> None:

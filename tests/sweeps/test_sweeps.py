@@ -37,18 +37,18 @@ def test_a_sweep_goes_on_with_what_is_left() -> None:
     code, told = sweep("8,300,301")
     assert code == 1
     assert "model.vocab_size: the tokenizer has 257 tokens, got 8" in told
-    assert re.search(r"vocab_size=8-\w+ +refused", told)
-    assert re.search(r"vocab_size=300-\w+ +aborted +1 ", told)
-    assert re.search(r"vocab_size=301-\w+ +done +2 +\d\.\d{4}", told)
+    assert re.search(r"vocab_size-8-\w+ +refused", told)
+    assert re.search(r"vocab_size-300-\w+ +aborted +1 ", told)
+    assert re.search(r"vocab_size-301-\w+ +done, best +2 +\d\.\d{4}", told)
     assert re.search(r"^not all jobs are done.*\n.*train.*8,300,301", told, re.MULTILINE)
     [root] = Path("outputs/default").glob("sweep-*")
-    [done] = root.glob("*vocab_size=301-*")
+    [done] = root.glob("*vocab_size-301-*")
     before = {path: path.stat().st_mtime_ns for path in done.rglob("*")}
     code, told = sweep("300,301")
     assert code == 0
     assert f"{done.name} is done" in told
     assert {path: path.stat().st_mtime_ns for path in done.rglob("*")} == before
-    assert re.search(r"vocab_size=300-\w+ +done +2 +\d\.\d{4}", told), "an aborted job is started again"
+    assert re.search(r"vocab_size-300-\w+ +done(, best)? +2 +\d\.\d{4}", told), "an aborted job is started again"
 
 
 def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,19 +72,19 @@ def test_a_sweep_runs_several_jobs_at_once_and_goes_on_after_control_c(monkeypat
     assert "Traceback" not in job.output
     assert "error: model.vocab_size: the tokenizer has 257 tokens, got 8" in job.output
     [root] = Path("outputs/default").glob("sweep-*")
-    stopped = {path.parent.name.split("-")[0]: json.loads(path.read_text()) for path in root.glob("*/exit.json")}
+    stopped = {path.parent.name.rpartition("-")[0]: json.loads(path.read_text()) for path in root.glob("*/exit.json")}
     assert {name[-3:]: end["code"] for name, end in stopped.items()} == {"300": 75, "301": 75}
     assert sorted(path.read_text() for path in root.glob("*/gpus")) == ["5", "7"]
 
     Path("quick").touch()
     with Process("train", *words) as again:
         assert again.finish() == 1, again.output
-    lines = [re.sub(r"^\S+ \S+ (\[\d/4\]) \S+?=(\d+)-\w+", r"\1 \2", line) for line in again.lines]
+    lines = [re.sub(r"^\S+ \S+ (\[\d/4\]) \S+?size-(\d+)-\w+", r"\1 \2", line) for line in again.lines]
     assert lines.index("[2/4] 8 begins") < min(n for n, line in enumerate(lines) if line.startswith("[1/4] 300 done"))
     for number, size in ((1, 300), (3, 301), (4, 302)):
         assert f"[{number}/4] {size} begins" in lines
         assert any(line.startswith(f"[{number}/4] {size} done: step 200, loss") for line in lines), again.output
-        [run] = (RunDir(path) for path in root.glob(f"*={size}-*"))
+        [run] = (RunDir(path) for path in root.glob(f"*-{size}-*"))
         records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
         assert [record["step"] for record in records if "loss" in record] == list(range(1, 201))
     assert lines.count("[2/4] 8 refused") == 1
@@ -133,6 +133,27 @@ def test_the_best_job_is_that_of_the_fewest_bits_where_all_know_them(
     _, rows, styles = shown
     assert [row[5:7] for row in rows] == [("1.2000", "1.7000" if of_bytes else "-"), ("3.1000", "1.4000")]
     assert [bool(style) for style in styles] == [n == best for n in range(2)]
+    assert [row[1].endswith(", best") for row in rows] == [n == best for n in range(2)], "in a pipe too"
+
+
+def test_jobs_are_evaluated_at_the_end_and_named_without_an_equals_sign(capsys: pytest.CaptureFixture[str]) -> None:
+    def dirs(*words: str) -> list[Path]:
+        return [Path(job["dir"]) for job in document(capsys, "train", *SMALL, *words, "-m", "--dry-run")]
+
+    words = ["seed=1,2", "max_steps=2"]
+    old = dirs(*words)[0].with_name(dirs(*words)[0].name.replace("seed-1", "seed=1"))
+    assert "=" not in f"{dirs(*words)}"
+    old.mkdir(parents=True)  # it was begun before
+    assert [path.name.partition("-")[0] for path in dirs(*words)] == ["seed=1", "seed"]
+    assert forgather("train", *SMALL, *words, "-m") == 0
+    assert "best" in capsys.readouterr().out
+    for path in dirs(*words):  # eval_steps is 100
+        records = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+        assert [record["step"] for record in records if "eval_loss" in record] == [2]
+    command = document(capsys, "train", *SMALL, "num_eval_samples=0", *words, "-m", "--dry-run")[0]["command"]
+    assert "eval_steps" not in command, "there is nothing to evaluate on"
+    command = document(capsys, "train", *SMALL, "eval_steps=1", *words, "-m", "--dry-run")[0]["command"]
+    assert command.count("eval_steps") == 1
 
 
 def test_a_sweep_checks_all_jobs_before_the_first(capsys: pytest.CaptureFixture[str]) -> None:

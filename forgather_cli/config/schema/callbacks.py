@@ -155,7 +155,8 @@ def _once(name: str) -> OnlyIf:
 
 @settings
 class TextgenSettings(Settings):
-    prompts: list[str] | FilePath = field(default_factory=lambda: ["def main(", "class"])  # or a YAML file with a list
+    prompts: list[str] | FilePath | None = None  # or a YAML file with a list; null: of held-out data
+    raw: bool = False  # true: texts to continue, though the tokenizer has a chat template
     do_sample: Annotated[bool, _once("do_sample")] = True
     top_k: Annotated[Count, _once("top_k")] = 20
     temperature: Annotated[PositiveFloat, _once("temperature")] = 0.7
@@ -181,9 +182,11 @@ class TextgenSettings(Settings):
         flat = {name: value for name, value in vars(self).items() if hasattr(Sampling, name)}
         return Sampling(**flat | {name: value for name, value in given.items() if value is not None})
 
-    def texts(self) -> list[str]:
-        """The prompts themselves, or those of the YAML file. Raises ConfigError for what is no list of texts."""
+    def texts(self) -> list[str] | None:
+        """The prompts themselves, or those of the YAML file; None: of held-out data. Raises ConfigError for others."""
         path, found = "callbacks.textgen.prompts", self.prompts
+        if found is None:
+            return None
         if isinstance(found, str):
             file = Path(found).expanduser()
             found = read_yaml(file, lambda why: ConfigError(f"{path}: {why}; give a list or a YAML file"))

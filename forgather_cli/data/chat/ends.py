@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,27 @@ def end_of_turn(directory: Path, tokenizer: Any) -> str | int | None:
     end = "" if template is None else ending_of(template)
     if not end:
         return None
-    alone = {"add_special_tokens": False} if accepts(tokenizer.encode, "add_special_tokens") else {}
-    ids = list(tokenizer.encode(end, **alone))
+    ids = _encoded(tokenizer, end)
     return ids[0] if len(ids) == 1 else end
+
+
+def as_turns(
+    directory: Path, tokenizer: Any, prompts: Sequence[str]
+) -> tuple[list[str], list[list[int]], list[str]] | None:
+    """Each prompt as a turn of the user, up to where the answer begins, as text and as tokens, and the texts that end
+    an answer; ``tokenizer`` as above. None without a template, and with one that refuses this.
+    """
+    with suppress(DataError):
+        if (template := ChatTemplate.of(directory)) is not None:
+            turns = [[{"role": "user", "content": prompt}] for prompt in prompts]
+            texts = [template.render(turn, add_generation_prompt=True) for turn in turns]
+            return texts, [_encoded(tokenizer, text) for text in texts], list(filter(None, [ending_of(template)]))
+    return None
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    alone = {"add_special_tokens": False} if accepts(tokenizer.encode, "add_special_tokens") else {}
+    return list(tokenizer.encode(text, **alone))
 
 
 def ending_of(template: ChatTemplate) -> str:
