@@ -191,6 +191,11 @@ def test_the_loss_function_is_the_settings_or_the_script_s_own(tmp_path: Path) -
     )
     torch.testing.assert_close(mine, wanted)
 
+    trainer.model.is_encoder_decoder = True
+    del trainer.loss_fn
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(trainer.loss_fn(logits, labels), expected)
+
     def own(logits: Tensor, labels: Tensor) -> Tensor:
         return logits.square().mean()
 
