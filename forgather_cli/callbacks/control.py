@@ -38,11 +38,11 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
     kind = ControlSettings
 
     def __init__(self, *args: Any, job_id: str | None = None, **kwargs: Any) -> None:
-        """``job_id``: as the setting of this name, which it excludes."""
+        """``job_id``: in the place of the setting of this name."""
         super().__init__(*args, **kwargs)
         if problems := list(job_id_problems(job_id)):
             raise ConfigError([f"TrainerControlCallback.{problem}" for problem in problems])
-        self._job_id = job_id
+        self.job_id = job_id
         self._trainer: Any = None
         self._queue: CommandQueue | None = None
         self._server: ControlServer | None = None
@@ -58,13 +58,9 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
 
     # --------------------------------------------------------------------------------------------------------- events
 
-    def on_init_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if self._job_id is not None and args.job_id is not None:
-            raise ConfigError("TrainerControlCallback.job_id: job_id says it too, got both; leave one of the two out")
-
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._trainer = trainer = kwargs["trainer"]
-        job_id = self._job_id or args.job_id or registry.new_job_id(os.getpid())
+        job_id = self.job_id or args.job_id or registry.new_job_id(os.getpid())
         if registry.is_taken(job_id):
             log.warning("job_id: %s is the id of a job that runs; this one adds its process id", job_id)
             job_id = f"{job_id}_{os.getpid()}"

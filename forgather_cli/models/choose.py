@@ -74,7 +74,7 @@ def without_repeats(scores: Tensor, ids: Tensor, real: Tensor, size: int) -> Ten
 
 
 def filtered(
-    scores: Tensor, top_k: int, top_p: float, min_p: float = 0, typical_p: float = 1, *, keep: int = 1
+    scores: Tensor, top_k: int, top_p: float, min_p: float = 0.0, typical_p: float = 1.0, *, keep: int = 1
 ) -> Tensor:
     """Scores (B, V) with -inf for all but, one after another, the ``top_k`` best, the nucleus of mass ``top_p``, those
     at least ``min_p`` times as likely as the best, and the mass ``typical_p`` of those whose information is nearest to

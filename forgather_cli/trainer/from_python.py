@@ -274,6 +274,7 @@ def _said_twice(args: TrainingArguments, objects: Objects) -> Iterator[str]:
     scheduler = "optimizers" if recipe.optimizers[1] is not None else "lr_scheduler_factory"
     has_scheduler = recipe.optimizers[1] is not None or recipe.scheduler_factory is not None
     has_loss = objects.loss_fn is not None or objects.fused_loss_factory is not None
+    job_id = getattr(built_in(objects.callbacks).get("control"), "job_id", None)
     stands_for: dict[str, tuple[str, ...]] = {
         recipe.way or "": ("optimizer", "optim", "adam_beta1", "adam_beta2", "adam_epsilon"),
         scheduler if has_scheduler else "": (
@@ -282,6 +283,7 @@ def _said_twice(args: TrainingArguments, objects: Objects) -> Iterator[str]:
             "lr_scheduler_kwargs",
             "warmup_steps",
         ),
+        "TrainerControlCallback.job_id" if job_id is not None else "": ("job_id",),
         "strategy" if objects.made_strategy is not None else "": ("trainer",),
         "loss_fn or fused_loss_factory" if has_loss else "": ("loss", "label_smoothing_factor"),
     }

@@ -64,7 +64,13 @@ class SourceNames(Loop):
             return self._settings_loss.function
         names = ("z_loss", "label_smoothing")
         options: dict[str, Any] = {name: getattr(self.run.config.loss, name, 0.0) for name in names}
-        return lambda logits, labels: cross_entropy_sum(logits, labels, **options) / num_targets(labels).clamp(min=1)
+        shift = 0 if getattr(self.model, "is_encoder_decoder", False) else 1
+
+        def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+            total = cross_entropy_sum(logits, labels, shift=shift, **options)
+            return total / num_targets(labels, shift).clamp(min=1)
+
+        return loss_fn
 
     def unwrapped_model(self) -> nn.Module:
         """``model``, which nothing wraps: under fsdp2 with this rank's rows, under pipeline this rank's first stage."""

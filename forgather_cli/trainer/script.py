@@ -124,7 +124,7 @@ class Trainer(SourceNames):
             callbacks=[each() if isinstance(each, type) else each for each in callbacks or ()],
         )  # fmt: skip
         if "default_callbacks" in overrides:
-            without = dict.fromkeys(("metrics", "info", "progress", "json"))
+            without: dict[str, Any] = dict.fromkeys(("metrics", "info", "progress", "json"))
             config = replace(config, callbacks=replace(config.callbacks, **without))
             objects.callbacks[:0] = self.default_callbacks()
         logs = None if config.logging_dir is None else Path(config.logging_dir)

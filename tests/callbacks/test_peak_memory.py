@@ -15,7 +15,8 @@ import torch
 from ranks import run_ranks
 
 from forgather_cli.callbacks.metrics import peak_memory
-from forgather_cli.callbacks.peak_memory import Peak
+from forgather_cli.callbacks.peak_memory import Peak, PeakMemory
+from forgather_cli.callbacks.tensorboard import ResumableSummaryWriter
 from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
 
@@ -83,6 +84,11 @@ def test_details_have_each_ranks_statistics_of_cuda_as_text(
         assert ("PyTorch CUDA memory" in capsys.readouterr().out) == details
         written = b"".join(path.read_bytes() for path in (root / "tensorboard").iterdir())
         assert (b"PyTorch CUDA memory" in written) == details
+    writer = ResumableSummaryWriter()
+    memory = PeakMemory(show_details=True, summary_writer=writer)
+    tiny.script(tmp_path / "shared", max_steps=1, callbacks=[memory]).train()
+    writer.close()
+    assert b"PyTorch CUDA memory" in next((tmp_path / "shared" / "tensorboard").iterdir()).read_bytes()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

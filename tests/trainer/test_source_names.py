@@ -191,6 +191,11 @@ def test_the_loss_function_is_the_settings_or_the_script_s_own(tmp_path: Path) -
     )
     torch.testing.assert_close(mine, wanted)
 
+    trainer.model.is_encoder_decoder = True
+    del trainer.loss_fn
+    expected = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(trainer.loss_fn(logits, labels), expected)
+
     def own(logits: Tensor, labels: Tensor) -> Tensor:
         return logits.square().mean()
 
@@ -248,7 +253,9 @@ def test_a_job_s_name_may_be_said_by_its_callback_alone(tmp_path: Path) -> None:
     found = tiny.acts(on_step_end=lambda state, *_, **kwargs: seen.append(registry.resolve("by-name").run_dir))
     tiny.script(tmp_path / "run", max_steps=1, callbacks=[TrainerControlCallback(job_id="by-name"), found]).train()
     assert seen == [str((tmp_path / "run").resolve())]
-    with pytest.raises(ConfigError, match=r"^TrainerControlCallback\.job_id: job_id says it too"):
+    with pytest.raises(
+        ConfigError, match=r"^job_id: nothing reads it, TrainerControlCallback\.job_id stands in its place; "
+    ):
         tiny.script(tmp_path, job_id="one", callbacks=[TrainerControlCallback(job_id="two")])
     for name in ("../up", "latest"):
         with pytest.raises(ConfigError, match=r"^TrainerControlCallback\.job_id: .*; "):
