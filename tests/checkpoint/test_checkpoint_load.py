@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import saving
 import torch
+from refusals import case, cases, table
 from saving import Box, flip
 
 from forgather_cli.checkpoint.components import Component, Sharing
+from forgather_cli.checkpoint.format import Piece, TensorSpec, plan
 from forgather_cli.checkpoint.load import Reader, restore_components
-from forgather_cli.errors import CheckpointError
+from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.run_dir import RunDir
 
 
 def test_any_changed_byte_in_any_file_is_found(tmp_path: Path) -> None:
@@ -41,30 +45,57 @@ def test_missing_and_truncated_files_are_found_by_size(tmp_path: Path, level: An
         reader.verify(level)
     message = str(caught.value)
     assert message.startswith(f"{reader.path}: is damaged: ")
-    assert "state.json is missing" in message
-    assert "model/empty.txt is missing" in message
-    assert "model/model.safetensors has " in message
+    for told in ("state.json is missing", "model/empty.txt is missing", "model/model.safetensors has "):
+        assert told in message
     reader.verify("none")
 
 
-def test_foreign_directories_are_said_to_be(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path / "run", 1)
-    foreign = tmp_path / "foreign"
-    foreign.mkdir()
-    with pytest.raises(CheckpointError, match=r"foreign: not a Forgather checkpoint \(no manifest\.json\)$"):
-        Reader(foreign)
-    (foreign / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"use model=pretrained model\.path=DIR"):
-        Reader(foreign)
-    (foreign / "manifest.json").write_text('{"name": "web app"}')
-    with pytest.raises(CheckpointError, match=r"not a Forgather checkpoint \(manifest\.json is of another program\)"):
-        Reader(foreign)
-    with pytest.raises(CheckpointError, match="it is a run directory, its checkpoints are in checkpoints/"):
-        Reader(run.root)
-    with pytest.raises(CheckpointError, match=f"it is the model of one, use {run.checkpoint(1)}"):
-        Reader(run.checkpoint(1) / "model")
-    with pytest.raises(CheckpointError, match="no such checkpoint directory"):
-        Reader(tmp_path / "missing")
+def foreign(*files: tuple[str, str]) -> None:
+    Path("foreign").mkdir()
+    for name, content in files:
+        Path("foreign", name).write_text(content)
+    Reader(Path("foreign"))
+
+
+def of_a_run(what: str) -> None:
+    Reader(saving.saved_run(Path("run"), 1).checkpoint(1).parents[1] / what)
+
+
+def garbled(read: Callable[[Reader], object]) -> None:
+    """At ``verify_checkpoint=none`` too."""
+    path = saving.saved_run(Path("run"), 1).checkpoint(1)
+    saving.damage(path / "state.json", lambda content: bytearray(b'{"components": [7]}'))
+    saving.damage(path / "state-rank-00000.safetensors", lambda content: content[:10])
+    saving.damage(path / "model" / "model.safetensors", lambda content: content[:-1])
+    read(saving.newest(RunDir(Path("run")), "none"))
+
+
+def in_a_file() -> None:
+    Path("checkpoints").write_text("a file")
+    saving.checkpointer(Path()).trial([])
+
+
+CONFIG, OTHER = ("config.json", "{}"), ("manifest.json", '{"name": "web app"}')
+SPEC = TensorSpec("w", "F32", (6, 2))
+test_what_is_refused = table(
+    case(CheckpointError, r"foreign: not a Forgather checkpoint \(no manifest\.json\)$", foreign),
+    case(CheckpointError, r"use model=pretrained model\.path=DIR", foreign, CONFIG),
+    case(CheckpointError, r"not a Forgather checkpoint \(manifest\.json is of another program\)",
+         foreign, CONFIG, OTHER),
+    case(CheckpointError, "it is a run directory, its checkpoints are in checkpoints/", of_a_run, ""),
+    case(CheckpointError, "it is the model of one, use run/checkpoints/step-00000001",
+         of_a_run, "checkpoints/step-00000001/model"),
+    case(CheckpointError, "no such checkpoint directory", of_a_run, "missing"),
+    *cases(CheckpointError, garbled,
+        (lambda reader: reader.state("trainer"), r"state\.json: is damaged"),
+        (lambda reader: reader.state("rng"), r"state-rank-00000\.safetensors: is not a safetensors file"),
+        (Reader.model_names, r"model\.safetensors: is not a safetensors file"),
+    ),
+    case(CheckpointError, r"w: 4 rows are held, its shape is \[6, 2\]", plan, [[Piece(SPEC, 0, 4)], []], "m"),
+    case(CheckpointError, "ranks disagree",
+         plan, [[Piece(SPEC, 0, 6)], [Piece(TensorSpec("w", "BF16", (6, 2)), 0, 6)]], "m"),
+    case(SetupError, r"output_dir: cannot write checkpoints to .*checkpoints \(.*exists\); set output_dir", in_a_file),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -136,21 +167,6 @@ def test_states_come_back_by_key_and_what_is_missing_or_does_not_fit_is_named(
     assert "has no state of ema, which starts fresh" in caplog.text
     with pytest.raises(CheckpointError, match=r"the state of scheduler does not fit this run \(KeyError: 'warmup'\)"):
         restore_components(reader, [Component("scheduler", Other(), Sharing.GLOBAL)])
-
-
-def test_garbage_is_an_error_at_verify_none_too(tmp_path: Path) -> None:
-    run = saving.saved_run(tmp_path, 1)
-    path = run.checkpoint(1)
-    saving.damage(path / "state.json", lambda content: bytearray(b'{"components": [7]}'))
-    saving.damage(path / "state-rank-00000.safetensors", lambda content: content[:10])
-    saving.damage(path / "model" / "model.safetensors", lambda content: content[:-1])
-    reader = saving.newest(run, "none")
-    with pytest.raises(CheckpointError, match=r"state\.json: is damaged"):
-        reader.state("trainer")
-    with pytest.raises(CheckpointError, match=r"state-rank-00000\.safetensors: is not a safetensors file"):
-        reader.state("rng")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: is not a safetensors file"):
-        reader.model_names()
 
 
 def test_a_row_is_read_from_its_own_bytes(tmp_path: Path) -> None:

@@ -19,11 +19,10 @@ from saving import Box
 
 from forgather_cli import __version__
 from forgather_cli.checkpoint.components import Component, LocalShard, Sharing
-from forgather_cli.checkpoint.format import Piece, TensorSpec, plan
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import read_manifest
 from forgather_cli.checkpoint.tensors import write_model_directory
-from forgather_cli.errors import CheckpointError, SetupError
+from forgather_cli.errors import SetupError
 from forgather_cli.run_dir import RunDir
 
 
@@ -68,14 +67,6 @@ def test_write_model_directory_is_what_save_writes_which_needs_no_optimizer(tmp_
     write_model_directory(tmp_path / "plain", saving.tensors(3))
     written = (tmp_path / "plain" / "model.safetensors").read_bytes()
     assert written == (path / "model" / "model.safetensors").read_bytes()
-
-
-def test_rows_at_the_end_that_nobody_holds_and_other_dtypes_are_errors() -> None:
-    spec = TensorSpec("w", "F32", (6, 2))
-    with pytest.raises(CheckpointError, match=r"w: 4 rows are held, its shape is \[6, 2\]"):
-        plan([[Piece(spec, 0, 4)], []], "m")
-    with pytest.raises(CheckpointError, match="ranks disagree"):
-        plan([[Piece(spec, 0, 6)], [Piece(TensorSpec("w", "BF16", (6, 2)), 0, 6)]], "m")
 
 
 def test_an_asynchronous_save_stores_the_state_of_its_step(tmp_path: Path) -> None:
@@ -236,13 +227,6 @@ def test_without_planned_saves_a_trial_warns_of_a_lack_of_room_and_leaves_no_dir
         record.getMessage(),
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_trial_names_a_directory_it_cannot_write(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints").write_text("a file")
-    told = r"output_dir: cannot write checkpoints to .*checkpoints \(.*exists\); set output_dir"
-    with pytest.raises(SetupError, match=told):
-        saving.checkpointer(tmp_path).trial([])
 
 
 KILLED = """

@@ -214,7 +214,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("words", MISTAKES)
+@pytest.mark.parametrize("words", MISTAKES, ids=[words.replace(PRINT, "... --print-sbatch") for words in MISTAKES])
 def test_a_mistake_is_said_in_one_message(forgather: Forgather, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     done = forgather(*words.split())

@@ -47,6 +47,8 @@ def test_wrong_order_of_roles() -> None:
         with pytest.raises(DataError, match=r"refuses these messages \(Alternate\)"):
             render([TALK[0], TALK[0], TALK[1]])
     assert template.render_spans(TALK)[1], "the one before left nothing behind"
+    shuffled = "{% for m in messages | reverse %}{{ m.role }}: {{ m.content | upper }}{% endfor %}"
+    assert ChatTemplate(shuffled, {}).ends_of_turns is None
 
 
 def test_found_in_a_directory_as_transformers_finds_it(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ test_what_is_refused = table(
     case(DataError, "turn in message 4 begins;", spans, SHUFFLED, train_on="all", unlearned=frozenset([3])),
     case(DataError, "where message 1 begins, of which nothing is to be learned",
          spans, FAMILIES["gemma"], TALKS["system"], train_on="all", unlearned=frozenset([0])),
-    case(DataError, r"(?s)template\.jinja(?=.*message 2)(?=.*'b<e>')(?=.*'<S>A').*data\.chat_template",
+    case(DataError, r"(?s)/.+/template\.jinja(?=.*message 2)(?=.*'b<e>')(?=.*'<S>A').*data\.chat_template",
          lambda: made(Path.cwd(), [user("a"), assistant("b")],
                       blocks("{% filter upper %}" + HEADED + "{% endfilter %}{{ '\n' }}"))),
     # texts, as files and as tables
