@@ -237,7 +237,9 @@ def _problems(args: TrainingArguments, objects: Objects, config: Config, size: i
         )
     pipeline: Any = config.trainer
     if getattr(pipeline, "cuts_layers", False):
-        has = {"pp_stage_type": "v" if pipeline.is_v_shaped else "loop", "is_multistage": not pipeline.has_one_stage}
+        # a schedule of the user's may be of either kind
+        shape = vars(args)["pp_stage_type"] if pipeline.own_schedule else "v" if pipeline.is_v_shaped else "loop"
+        has = {"pp_stage_type": shape, "is_multistage": not pipeline.has_one_stage}
         for name in (name for name, value in has.items() if getattr(args, name) not in (None, value)):
             yield f"{name}: schedule={pipeline.schedule} has {has[name]}, got {getattr(args, name)}; leave {name} out"
     yield from _said_twice(args, objects)

@@ -15,6 +15,7 @@ import torch
 from program import forgather
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleGPipe
 
 from forgather_cli import PipelineSettings, TrainingArguments
 from forgather_cli.config.load import load_config
@@ -137,10 +138,10 @@ def test_on_meta_ranks_are_filled_together(trainer: str, tmp_path: Path) -> None
     assert plain[0] == saved[0], "the weights of the constructor, until train() restores the checkpoint"
 
 
-def stages(schedule: str, **names: Any) -> str:
-    layers = partial(tiny.decoder, num_hidden_layers=4)
+def stages(schedule: Any, **names: Any) -> str:
+    layers, pipeline = partial(tiny.decoder, num_hidden_layers=4), {"type": "pipeline", "schedule": schedule}
     try:
-        tiny.script("out", model_init=layers, trainer=PipelineSettings(schedule=schedule, n_microbatches=4), **names)
+        tiny.script("out", model_init=layers, trainer=pipeline, **names)
     except ConfigError as error:
         return "; ".join(error.problems)
     return ""
@@ -149,10 +150,12 @@ def stages(schedule: str, **names: Any) -> str:
 def of_stages() -> list[tuple[str, str]]:
     accepted = stages("1F1B", pp_stage_type="loop", is_multistage=False) + stages("Interleaved1F1B", is_multistage=True)
     accepted += stages("ZBVZeroBubble", pp_stage_type="v", is_multistage=True)
+    accepted += stages(ScheduleGPipe, pp_stage_type="v", is_multistage=False)  # a user's class may be of either kind
     return [
         ("", accepted),
         ('pp_stage_type: schedule="1F1B"', stages("1F1B", pp_stage_type="v")),
         ('is_multistage: schedule="1F1B"', stages("1F1B", is_multistage=True)),
+        ("is_multistage: schedule=", stages(ScheduleGPipe, is_multistage=True)),
         ('pp_stage_type: schedule="ZBVZeroBubble"', stages("ZBVZeroBubble", pp_stage_type="loop")),
         ('is_multistage: schedule="Interleaved1F1B"', stages("Interleaved1F1B", is_multistage=False)),
     ]
