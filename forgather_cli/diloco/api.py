@@ -378,6 +378,7 @@ def status(service: Service) -> dict[str, Any]:
     rounds, now, line = service.rounds, service.now(), service.rounds.line
     state = "stopping" if service.over or "stop" in service.commands else "computing" if rounds.closing else "training"
     facts = {key: getattr(service.settings, key) for key in ("sync_every", "compression", "max_rounds")}
+    facts |= {key: getattr(service, key) for key in ("received", "sent")}
     shown = ("host", "pid", "run", "step", "tokens_per_second", "sent", "received", "bounded")
     workers = []
     for name, worker in sorted(rounds.registry.workers.items()):
@@ -396,8 +397,6 @@ def status(service: Service) -> dict[str, Any]:
         "tokens": rounds.tokens,
         "outer_grad_norm": service.norm,
         "checkpoint": service.model.saved if service.model.saved >= 0 else None,
-        "received": service.received,
-        "sent": service.sent,
         "seconds": now - service.started,
         "workers": workers,
     }

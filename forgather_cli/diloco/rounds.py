@@ -243,8 +243,7 @@ class Rounds:
             what = "is offered no rounds faster than by twice the median speed of the members, which is measured"
             return f"it {what} (diloco.max_share); its next one begins in {left:.0f} s, or once more have sent"
         if self.line is None:
-            here, wanted = len(self.live()), self.settings.workers
-            return f"{here} of {wanted} workers have registered"
+            return f"{len(self.live())} of {self.settings.workers} workers have registered"
         if self.closing is not None:
             return f"round {self.line.round} is being computed"
         if not self.line.members:
@@ -508,8 +507,7 @@ class Rounds:
         # what each still has of what it was given; the rest that was not used comes back
         held = {name: stood[name].ranges for name in goes_on}
         held |= {name: subtract(stood[name].ranges, counted[name].ranges) for name in counted if name in names}
-        gone = [each for sent in counted.values() for each in sent.ranges]
-        gone += [each for ranges in held.values() for each in ranges]
+        gone = [each for ranges in (*(sent.ranges for sent in counted.values()), *held.values()) for each in ranges]
         given = [each for member in stood.values() for each in member.ranges]
         cursor = 0 if before is None else before.cursor
         pool = subtract(merge([*(() if before is None else before.pool), *given]), gone)
@@ -567,5 +565,4 @@ def _median(numbers: Iterable[float]) -> float:
 
 def float32(number: float) -> float:
     """The nearest fp32 number."""
-    (nearest,) = struct.unpack("f", struct.pack("f", number))
-    return float(nearest)
+    return float(struct.unpack("f", struct.pack("f", number))[0])

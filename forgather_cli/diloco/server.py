@@ -85,8 +85,7 @@ class Server:
         async with serving(self._api, listener, self._api.knows, tls=files):
             try:
                 status = await self._keep()
-                line = self._rounds.line
-                write_exit_record(self._run, status.state, status.code, status.message, line.round if line else 0)
+                write_exit_record(self._run, status.state, status.code, status.message, len(self._rounds.lines[1:]))
                 return status
             finally:
                 self._service.leaving = True
@@ -109,12 +108,11 @@ class Server:
                 self._service.notify()
                 await self._save_last()
                 await self._bid_farewell()
-                number = rounds.line.round if rounds.line else 0
                 if rounds.finished:
-                    newest = shown(self._run.checkpoint(self._model.saved))
-                    tell(f"\n{rounds.finished}; raise it to go on\nnewest   {newest}")
+                    tell(f"\n{rounds.finished}; raise it to go on")
+                    tell(f"newest   {shown(self._run.checkpoint(self._model.saved))}")
                     return done(0, rounds.finished)
-                return ExitStatus(0, Kind.STOPPED, DONE, f"stopped by a command after {number} rounds")
+                return ExitStatus(0, Kind.STOPPED, DONE, f"stopped by a command after {len(rounds.lines[1:])} rounds")
             if "save" in self._service.commands:
                 self._service.commands.remove("save")
                 await self._save()
@@ -179,9 +177,7 @@ class Server:
 
     async def _stepped(self, closing: Closed) -> Closed:
         """Compute the end of a round; returns it without the changes that make weights that fp32 cannot hold."""
-        assert self._rounds.line is not None
-        number = self._rounds.line.round + 1
-        while not math.isfinite(norm := await self._in_thread(self._model.step, closing, number)):
+        while not math.isfinite(norm := await self._in_thread(self._model.step, closing, len(self._rounds.lines))):
             closing = self._rounds.without_largest()
             await self._in_thread(self._model.begin, self._rounds.lines)
         self._service.norm = norm

@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 
 _POLL = 1.0  # seconds that the server may take to answer that there is nothing new, between two looks at signals
 _LOOK = 0.05  # seconds between two looks at what other threads, ranks and files do
-_STANDS = ("round", "hash", "slot", "given", "targets", "pending")
-_TRAINED = ("local_step", "sync_every", "total_sync_time")
+_STATE = ("_round", "_hash", "_slot", "_given", "_targets", "_pending", "local_step", "sync_every", "total_sync_time")
 SLOT_SEEDS = 1 << 20
 """Ranks apart are the seeds of two workers' dropout."""
 
@@ -463,28 +462,26 @@ class DilocoWorker:
     def state_dict(self) -> dict[str, Any]:
         """Of each rank. The round's first weights are not there: the server has them."""
         counts = [self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments]
-        stands = {name: getattr(self, f"_{name}") for name in _STANDS}
-        trained = {name: getattr(self, name) for name in _TRAINED}
-        return {**stands, **trained, "counts": counts, **self._exchange.state_dict()}
+        own = {name.lstrip("_"): getattr(self, name) for name in _STATE}
+        return {**own, "counts": counts, **self._exchange.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._joined, self._flight, self._brought = False, None, None
         self._exchange.load_state_dict(state)
-        for name in _STANDS:
-            setattr(self, f"_{name}", state[name])
+        for name in _STATE:
+            setattr(self, name, state[name.lstrip("_")])
         self._counts = None if self._pending else True
-        for name in _TRAINED:
-            setattr(self, name, state[name])
         self.sync_count, self._link.retries, self.reconnections, self.dylu_adjustments = state["counts"]
 
     def facts(self) -> dict[str, float]:
         """How the exchanges go, for logs: counts, seconds, bytes of all ranks; the norm is of the last round."""
-        own = (*_TRAINED, "sync_count", "reconnections", "dylu_adjustments", "staleness")
+        own = ("local_step", "sync_every", "total_sync_time", "sync_count", "reconnections", "dylu_adjustments")
         found = {name: getattr(self, name) for name in own} | {
             "sync_retries": self._link.retries,
             "sync_share": self.total_sync_time / max(time.monotonic() - self._began, 1e-9),
             "bytes_sent": self._link.sent,
             "bytes_received": self._link.received,
             "norm": self.pseudo_gradient_norm,
+            "staleness": self.staleness,
         }
         return {f"diloco/{name}": value for name, value in found.items() if not math.isnan(value)}

@@ -138,7 +138,7 @@ class Told:
     round: int
     """Of the liar's own, from 0 on."""
     most: float
-    """``max_share``, or 99 without."""
+    """``max_share``, or 9 without."""
 
 
 Lie = Callable[[Told], Weights]
@@ -200,9 +200,10 @@ def _one_tensor(told: Told) -> Weights:
 
 
 def _noise(told: Told) -> Weights:
-    """Always the same random direction."""
+    """Always the same random direction, far too large."""
     generator = torch.Generator().manual_seed(5)
-    return scaled(told, {n: torch.randn(v.shape, generator=generator) for n, v in told.honest.items()}, told.most)
+    random = {name: torch.randn(values.shape, generator=generator) for name, values in told.honest.items()}
+    return scaled(told, random, 10 * told.most)
 
 
 LIES: dict[str, tuple[Lie, dict[str, Any]]] = {
@@ -258,7 +259,7 @@ class Simulation:
         self.names = {each: self.outer.names([each]) for each in range(count)}
         self.lie, self.more = LIES[lie] if lie else (None, {})
         self.liars = set("abcde"[members - liars : members]) if lie else set()
-        self.most = max_share or 99.0
+        self.most = max_share or 9.0
         self.last = {name: values.clone() for name, values in world.initial.items()}
         self.result = Run()
         self._norm = {fragment: 1.0 for fragment in self.names}
