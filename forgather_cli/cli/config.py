@@ -159,7 +159,6 @@ def explain(
             tell(f"{each.path}: a config group; {each.path}=NAME chooses one of its options")
             facts = {f"{each.path}={info.name}": info.description for info in each.options}
             facts["recipes"] = "; ".join(f"{option}: {', '.join(names)}" for option, names in recipes.items())
-            facts["settings"] = ", ".join(name for name, text in each.settings.items() if not text)
             facts["files"] = ", ".join(dict.fromkeys(str(info.file.parent) for info in each.options))
             print_facts({label: text for label, text in facts.items() if text})
             print_facts({name: text for name, text in each.settings.items() if text})

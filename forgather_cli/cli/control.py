@@ -52,12 +52,11 @@ Timeout = Annotated[
     float | None, typer.Option(metavar="SECONDS", min=0.0, help="Wait no longer than that.", show_default=False)
 ]
 
+All = Annotated[bool, typer.Option("--all", help="Also what ended jobs have left behind.")]
+
 
 @app.command("list", cls=Command)
-def list_(
-    everything: Annotated[bool, typer.Option("--all", help="Also what ended jobs have left behind.")] = False,
-    as_json: AsJson = False,
-) -> None:
+def list_(everything: All = False, as_json: AsJson = False) -> None:
     """List the jobs that run."""
     with doing("asking the jobs"):
         known = listing.jobs()
@@ -267,10 +266,8 @@ def set_(words: Annotated[list[str], typer.Argument(metavar="[JOB] KEY=VALUE..."
     """What a job trains with stays: it is resumed with other settings."""
     job = next((word for word in words if "=" not in word), "latest")
     settings = " ".join(word for word in words if "=" in word) or "learning_rate=..."
-    raise ConfigError(
-        f"set: a job keeps its settings while it runs; stop it with forgather control save_and_stop {job}, and go on "
-        f"with others: forgather resume {job} {settings}"
-    )
+    change = f"forgather control save_and_stop {job}, then forgather resume {job} {settings}"
+    raise ConfigError(f"set: a job keeps its settings while it runs; {change}")
 
 
 def _run_command(name: str, entry: Entry, no_wait: bool, timeout: float | None, as_json: bool) -> None:

@@ -102,12 +102,12 @@ def show(
         write_file(html, page_of(found, split, samples.length))
         typer.echo(html)
     else:
-        from forgather_cli.inspection.terminal import print_legend, print_sample
+        from forgather_cli.inspection.terminal import print_sample
 
         screen = console()
         for each in found:
             print_sample(each, split, samples.length, screen)
-        print_legend(screen)
+        tell("targets, which the loss counts, are on green, or between [ and ]; \\n ends a line")
 
 
 def _read(config: Config) -> tuple[Config, DataSplits]:

@@ -5,12 +5,11 @@ group its options, and which recipe chooses which.
 from __future__ import annotations
 
 import contextlib
+import json
 import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
-
-import yaml
 
 from forgather_cli.config.mistakes import nearest
 from forgather_cli.config.options import Info, SearchPath, comment, groups, named, recipes, search_path
@@ -46,7 +45,7 @@ class ExplainedGroup:
     recipes: dict[str, str]
     """By recipe, the option that it chooses or has from ``train``."""
     settings: dict[str, str]
-    """As they are named in an override, of callbacks the callbacks too, with what each means."""
+    """By path what each means; of those that hold others nothing."""
 
 
 def explain(key: str, config_dir: Path | None = None) -> list[Explained | ExplainedGroup]:
@@ -61,11 +60,7 @@ def explain(key: str, config_dir: Path | None = None) -> list[Explained | Explai
             with contextlib.suppress(ConfigError):  # of a broken recipe other commands tell
                 for layer in read_recipe(info.name, search, Path.cwd()).layers:
                     chosen |= {info.name: ", ".join(map(str, layer.chosen[key]))} if key in layer.chosen else {}
-        means = {
-            path if key == "callbacks" else path.partition(".")[2]: _about(setting, _files(path, search))
-            for path, setting in known.items()
-            if path.startswith(f"{key}.")
-        }
+        means = {path: _about(each, _files(path, search)) for path, each in known.items() if path.startswith(f"{key}.")}
         return [ExplainedGroup(key, groups(config_dir)[key], chosen, means)]
     paths = [key] if key in known else [path for path in known if path.endswith(f".{key}")]
     if bare := [path for path in ending_with(key) if path in paths]:  # those that an override of this name sets
@@ -78,8 +73,7 @@ def explain(key: str, config_dir: Path | None = None) -> list[Explained | Explai
 def _explained(setting: Setting, search: SearchPath, config_dir: Path | None) -> Explained:
     files, values = _files(setting.path, search), dict[str, Any]()
     for option, file in files.items():
-        inside = setting.path if option == "train" else setting.path.partition(".")[2]
-        values |= _at(read_yaml(file, ConfigError), inside, option)
+        values |= _at(read_yaml(file, ConfigError), setting.path.partition(".")[2] or setting.path, option)
     set_in: dict[str, Any] = {}
     for info in recipes(config_dir):
         with contextlib.suppress(ConfigError):
@@ -91,16 +85,15 @@ def _explained(setting: Setting, search: SearchPath, config_dir: Path | None) ->
 
 def _files(path: str, search: SearchPath) -> dict[str, Path]:
     """Those that may say a setting, by option."""
-    group, dot, _ = path.partition(".")
-    found = {f"{group}={name}": search.option(group, name) for name in (search.option_names(group) if dot else ())}
-    return {name: file for name, file in found.items() if file} if dot else {"train": search.conf[0] / "train.yaml"}
+    group = path.partition(".")[0]
+    found = {f"{group}={name}": search.option(group, name) for name in search.option_names(group)}
+    return {name: file for name, file in found.items() if file} or {"train": search.conf[0] / "train.yaml"}
 
 
 def _about(setting: Setting, files: dict[str, Path]) -> str:
     """What a setting means."""
-    inside = setting.path if "train" in files else setting.path.partition(".")[2]
-    found = (text for file in files.values() if (text := comment(file, inside)))
-    return next(found, "") or _meaning(setting.annotation)
+    found = (comment(file, setting.path.partition(".")[2] or setting.path) for file in files.values())
+    return next(filter(None, found), "") or _meaning(setting.annotation)
 
 
 _EDITED = (
@@ -115,25 +108,19 @@ def to_edit(name: str, search: SearchPath) -> str:
     trains what the recipe trains.
     """
     recipe, known = read_recipe(name, search, Path.cwd()), settings()
-    own = recipe.layers[-2]
-    chosen = {group: names[-1] for layer in recipe.layers for group, names in layer.chosen.items() if names}
+    own, text = recipe.layers[-2], recipe.text
+    chosen = {group: str(names[-1]) for layer in recipe.layers for group, names in layer.chosen.items() if names}
     said = dict(walk(read_yaml(search.conf[0] / "train.yaml", ConfigError), lists=False))
     for group, option in chosen.items():
-        said |= {path: value for path, (value, _) in option_leaves(search, group, str(option)).items()}
+        said |= {path: value for path, (value, _) in option_leaves(search, group, option).items()}
     said |= {path: change.value for layer in recipe.layers for path, change in layer.given.items()}
-    unread = {"max_steps" if said["max_steps"] == -1 else "num_train_epochs"}
-    unread |= {"data.files"} if said.get("data.source", "text") != "text" else set()
-    added = {path: said[path] for path in _EDITED if path in said and path not in {*own.given, *unread}}
-    choices = "".join(
-        f"  - override {group + ': ' + str(chosen[group]):<20} # others: forgather config options {group}\n"
-        for group in ("model", "data")
-        if group not in own.chosen
-    )
-    lines = recipe.text.replace("  - _self_\n", f"{choices}  - _self_\n", 1).rstrip().splitlines()
-    lines += ["", "# as they are in what it starts from"] if added else []
-    for path, value in added.items():
-        text = yaml.safe_dump(value, default_flow_style=True).partition("\n")[0].replace("'???'", "???")
-        lines.append(f"{path.rpartition('.')[2]}: {text}")
+    unread = {"max_steps" if said["max_steps"] == -1 else "num_train_epochs", "data.files" * ("data.source" in said)}
+    added = [path for path in _EDITED if path in said and path not in {*own.given, *unread}]
+    for group in [group for group in ("model", "data") if group not in own.chosen]:
+        choice = f"  - override {group}: {chosen[group]}  # others: forgather config options {group}\n"
+        text = text.replace("  - _self_\n", f"{choice}  - _self_\n", 1)
+    lines = [*text.splitlines(), "", "# as they are in what it starts from"]
+    lines += [f"{path.rpartition('.')[2]}: {json.dumps(said[path])}".replace('"???"', "???") for path in added]
     paths = {path.rpartition(".")[2]: path for path in (*own.given, *added) if path in known}
     for n, line in enumerate(lines):
         if "#" not in line and (at := paths.get(line.partition(":")[0].strip())):

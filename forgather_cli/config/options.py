@@ -150,10 +150,8 @@ def description(file: Path) -> str:
 
 def comment(file: Path, path: str) -> str:
     """The comment behind the last key of ``path``, below its others, in a YAML file; empty if there is none."""
-    *above, key = path.split(".")
-    inside = "".join(rf"(?:.*\n)*? *{re.escape(each)}:" for each in above)
-    pattern = rf"{inside}(?:.*\n)*? *{re.escape(key)}:[^#\n]* # (.+)"
-    match = re.match(pattern, read_text(file, ConfigError))
+    keys = "".join(rf"(?:.*\n)*? *{re.escape(key)}:" for key in path.split("."))
+    match = re.match(rf"{keys}[^#\n]* # (.+)", read_text(file, ConfigError))
     return match.group(1).strip() if match else ""
 
 

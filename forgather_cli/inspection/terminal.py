@@ -17,6 +17,7 @@ _SPECIAL = "magenta"  # begin and end tokens and the like; among targets they ar
 
 def print_sample(sample: ShownSample, split: str, length: int | None, screen: Console) -> None:
     """``length``: samples in the split, where that is known."""
+    marks = not screen.is_terminal or screen.no_color or screen.is_dumb_terminal
     of = "" if length is None else f" of {length:,}"
     screen.print(Text(f"sample {sample.index:,}{of} ({split}): {counts_of(sample)}", style="bold"))
     if sample.encoder is not None:
@@ -25,7 +26,7 @@ def print_sample(sample: ShownSample, split: str, length: int | None, screen: Co
     for number, part in enumerate(sample.parts):
         tokens = [at for at, document in enumerate(sample.documents) if document == number]
         screen.print(_rule(heading_of(part, number, sample), screen))
-        screen.print(_tokens(sample, tokens, marks=_marks(screen)))
+        screen.print(_tokens(sample, tokens, marks=marks))
         if part.is_cut:
             screen.print(Text(f"(cut: {part.behind:,} more tokens of it are in no sample)", style="dim"))
         elif part.behind:
@@ -33,17 +34,6 @@ def print_sample(sample: ShownSample, split: str, length: int | None, screen: Co
     if sample.num_padding:
         screen.print(Text(f"(padding: {sample.num_padding:,} tokens)", style="dim"))
     screen.print()
-
-
-def print_legend(screen: Console) -> None:
-    """What is drawn how."""
-    targets = "between [ and ]" if _marks(screen) else "on green"
-    text = f"{targets}: targets, which the loss counts; the rest is only read; \\n: the end of a line"
-    screen.print(Text(text, style="dim"))
-
-
-def _marks(screen: Console) -> bool:
-    return not screen.is_terminal or screen.no_color or screen.is_dumb_terminal
 
 
 def counts_of(sample: ShownSample) -> str:

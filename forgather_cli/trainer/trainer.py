@@ -189,11 +189,8 @@ class Loop:
                     if run.outer is not None:
                         run.outer.begin()
                     self._step_end.at_start()
-                    work = "compiling the model, in the first step" if config.torch_compile else "the first step"
-                    waited = run.metrics.data_seconds
-                    self._first_step.enter_context(
-                        doing(lambda: work if run.metrics.data_seconds > waited else "reading the first step's data")
-                    )
+                    work = "compiling" if config.torch_compile else "computing"
+                    self._first_step.enter_context(doing(f"reading data and {work}, for the first step"))
                     while not run.is_finished():
                         self._train_epoch()
                         if run.is_finished():

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +234,14 @@ def test_loading_takes_one_layer_more_than_stays(tmp_path: Path) -> None:
     [(held, grown)] = run_ranks(1, measured_load, tmp_path)
     assert held < numbers  # of fp32's 4 bytes for each
     assert grown - held < 160 << 20 < 2 * numbers
+
+
+@pytest.mark.full
+def test_the_import_says_nothing() -> None:
+    """On a CPU with AVX512-BF16 bitsandbytes 0.50 warns that it would like another package."""
+    code = "from forgather_cli.adapters.nf4 import need_bitsandbytes; need_bitsandbytes()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_without_its_package_it_is_one_sentence(

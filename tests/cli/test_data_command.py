@@ -44,6 +44,7 @@ def test_without_colour_targets_stand_in_brackets_and_nothing_drives_the_termina
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = shown(capsys, "data", "show", *CHATS, "packing=pad", "--from", "chats.jsonl:17")
+    assert re.search(r"targets.*\[ and \]", out.splitlines()[-1]), "a legend"
     assert not {"\x1b", "\x07", "\u202e"} & {*out}
     evil = "a \\x1b[31mred\\x1b[0m\\x07 <b>&amp;</b> \\u202e'\" [x]"
     assert f"<|im_start|>assistant\\n\n[{evil}<|im_end|>]" in out

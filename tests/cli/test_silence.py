@@ -110,53 +110,29 @@ def test_slow_data_is_said(command: str, folder: Path, monkeypatch: pytest.Monke
 
 
 FIRST = """
+import time
+from pathlib import Path
+
 from forgather_cli import TrainerCallback
-from mine import wait
 
 class Slow(TrainerCallback):
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 0:
-            wait("computed")
-
-class Data:
-    def __len__(self):
-        return 8
-    def __getitem__(self, index):
-        wait("read")
-        return {"input_ids": [1, 2, 3, 4], "labels": [1, 2, 3, 4]}
-
-def data():
-    from forgather_cli.data.splits import DataSplits
-    return DataSplits(Data(), None, None, "own", 4, stated_vocab_size=8)
-"""
-WAIT = """
-import time
-from pathlib import Path
-
-def wait(name):
-    until = time.monotonic() + 20
-    while not Path(name).exists() and time.monotonic() < until:
-        time.sleep(0.01)
+            until = time.monotonic() + 20
+            while not Path("go").exists() and time.monotonic() < until:
+                time.sleep(0.01)
 """
 
 
 def test_the_first_step_says_what_it_waits_for(own_directory: None) -> None:
-    Path("mine.py").write_text(WAIT)
     Path("first.py").write_text(FIRST)
-    own = [word for word in NEW if "=synth" not in word and "seq" not in word and "num_" not in word]
-    with start(
-        "train", *own, "data._target_=first.data", "+callbacks.slow._target_=first.Slow", "eval_strategy=no"
-    ) as job:
-        job.read_until(r"^reading the first step's data \.\.\.$")
-        Path("read").touch()
-        job.read_until(r"^the first step \.\.\.$")
-        Path("computed").touch()
+    with start("train", *NEW, "+callbacks.slow._target_=first.Slow") as job:
+        job.read_until(r"^reading data and computing, for the first step \.\.\.$")
+        Path("go").touch()
         assert job.finish() == 0, job.output
-        assert (
-            job.output.index("training from step 0")
-            < job.output.index("reading the first")
-            < job.output.index("step 1")
-        )
+        places = [job.output.index(text) for text in ("training from step 0", "reading data and", "step 1/2")]
+        assert places == sorted(places)
+        assert job.output.count("for the first step") == 1
 
 
 def test_a_job_that_does_not_answer_is_waited_for_by_name(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 import yaml
-from program import forgather
+from program import SMALL, forgather
 
 SETTINGS = (
     "model=nano", "precision=fp32", "seq_len=32", "max_steps=6", "global_batch_size=2", "per_device_train_batch_size=2",
@@ -32,3 +32,13 @@ def test_a_run_again_gives_the_same_numbers_beside_the_old_one(tmp_path: Path, m
     assert forgather("resume", str(old), "max_steps=8") == 0
     assert forgather("train", str(old), "output_dir=anew") == 0  # from its start
     assert [step for step, _, _ in tiny.training_curve(Path("anew"))] == list(range(1, 9))
+
+
+def test_only_a_run_that_has_begun_is_told_to_start_fresh(
+    own_directory: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = [*SMALL, "save_strategy=no", "output_dir=run", "resume_from_checkpoint=true"]
+    assert forgather("train", *words, "max_steps=2") == 0
+    assert "starting fresh" not in caplog.text
+    assert forgather("train", *words, "max_steps=4") == 0
+    assert "no checkpoint in run yet: starting fresh" in caplog.text

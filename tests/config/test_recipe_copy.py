@@ -54,6 +54,17 @@ def test_a_copy_trains_the_same_and_has_what_one_edits_with_comments(name: str) 
     assert trees[0] == trees[1]
 
 
+def test_what_a_recipe_of_ones_own_starts_from_is_copied_whole() -> None:
+    files = [f"corpus/part-{n:03}#.txt" for n in range(30)]
+    Path("recipes").mkdir()
+    Path("recipes/base.yaml").write_text(f"defaults: [train, override data: text, _self_]\nfiles: {files}\n")
+    Path("recipes/own.yaml").write_text("# Mine.\ndefaults:\n  - base\n  - _self_\n\nsave_steps: 7\n")
+    copy("own", "mine.yaml")
+    trees = [load_config(each, []).tree for each in ("own", "mine.yaml")]
+    assert trees[0]["data"] == trees[1]["data"]
+    assert (trees[1]["data"]["files"], trees[1]["save_steps"]) == (files, 7)
+
+
 def test_mistakes() -> None:
     Path("there.yaml").write_text("max_steps: 1\n")
     for words, said in (

@@ -11,7 +11,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from forgather_cli.inspection.samples import Excerpt, ShownSample, Side
-from forgather_cli.inspection.terminal import print_legend, print_sample, visible
+from forgather_cli.inspection.terminal import print_sample, visible
 
 
 def sample(letters: list[str], targets: str, **changes: Any) -> ShownSample:
@@ -42,17 +42,6 @@ def test_targets_stand_in_brackets_where_there_is_none(console: dict[str, Any]) 
     assert any("/data/a.jsonl:3" in line for line in lines)
     assert any(re.search("padding.* 1 ", line) for line in lines)
     assert "<pad>" not in "".join(lines)
-
-
-@pytest.mark.parametrize(
-    ("console", "drawn"),
-    [({}, r"\["), ({"force_terminal": True, "no_color": True}, r"\["), ({"force_terminal": True}, "green")],
-)
-def test_a_legend_says_how_targets_are_drawn(console: dict[str, Any], drawn: str) -> None:
-    screen = Console(file=io.StringIO(), width=80, highlight=False, **console)
-    print_legend(screen)
-    text = re.sub(r"\x1b\[[\d;]*m", "", screen.file.getvalue())  # type: ignore[attr-defined]
-    assert re.search(f"{drawn}.*targets", text)
 
 
 def test_no_character_of_the_data_drives_a_terminal_or_hides() -> None:
