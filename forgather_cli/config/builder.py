@@ -141,8 +141,7 @@ class ConfigBuilder:
         # a file that says both parts of the batch means them, and not the whole of a recipe that it starts from
         names = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
         whole, *parts = (change.source if (change := self.given.get(name)) else None for name in names)
-        later = self.files[self.files.index(whole) + 1 :] if whole else []
-        if parts[0] in later and parts[1] == parts[0]:
+        if whole and parts[0] == parts[1] in self.files[self.files.index(whole) + 1 :]:
             was = f"global_batch_size={self.given.pop(names[0]).value} of {named(whole)}"
             self.notes.append(f"{was} is left out: {named(parts[0])} gives both its parts")
             OmegaConf.update(self.cfg, names[0], None)

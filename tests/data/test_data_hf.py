@@ -146,7 +146,8 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
     with Process(code=_OFFLINE, env=nobody_listens) as process:
         assert process.finish() == 0
     message, seconds = process.lines[-2:]
-    assert f"data.dataset: 'someone/something' is not in the cache ({tmp_path}/datasets), and the hub" in message
+    assert "data.dataset: 'someone/something' (no directory here) is not in the cache" in message
+    assert f"({tmp_path}/datasets), and the hub" in message
     assert "data.dataset=json data.data_files=[...], or a directory written by save_to_disk" in message
     assert float(seconds) < 5
 
