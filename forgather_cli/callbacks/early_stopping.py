@@ -31,14 +31,13 @@ class EarlyStopping(BuiltIn[EarlyStoppingSettings]):
         self._warned = False
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        run, every = kwargs["trainer"].run.config, kwargs["trainer"].run.config.eval_strategy
-        each_is_saved = every == run.save_strategy and (every != "steps" or run.eval_steps % run.save_steps == 0)
+        run = kwargs["trainer"].run.config
+        each_is_saved = run.eval_strategy == run.save_strategy and (
+            run.save_strategy != "steps" or run.eval_steps % run.save_steps == 0
+        )
         if state.is_world_process_zero and run.save_strategy != "best" and not each_is_saved:
-            logger.warning(
-                "callbacks.early_stopping: the best model may not be saved: not every evaluation is followed by a save "
-                "(save_strategy=%s); set save_strategy=best",
-                run.save_strategy,
-            )
+            why = "not each evaluation is followed by a save, so that the best model may be lost"
+            logger.warning("callbacks.early_stopping: %s; set save_strategy=best", why)
 
     def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         metrics = kwargs.get("metrics") or {}

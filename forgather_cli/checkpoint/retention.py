@@ -69,7 +69,9 @@ def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[Checkpo
 
 
 def better_unsaved(found: Sequence[CheckpointInfo]) -> str:
-    """That an evaluation of the run was better than its best checkpoint, by the state of the newest one; else empty."""
+    """That the run had a better evaluation than its best checkpoint, by the state of the newest one; else empty. Stands
+    behind the name of the checkpoint.
+    """
     best = next((info for info in found if info.best), None)
     if best is None or best.best_by is None:
         return ""
@@ -77,7 +79,7 @@ def better_unsaved(found: Sequence[CheckpointInfo]) -> str:
     state = read_json_object(newest.path / "state.json", CheckpointError).get("components", {}).get("trainer", {})
     value, step = state.get("best_metric"), state.get("best_global_step")
     is_kept = step in (None, best.step) or value == best.best_by.value(best.metrics)
-    return "" if is_kept else f"the run's best was {value:.4f} at step {step}, not saved"
+    return "" if is_kept else f" (best of those kept; the run's best was {value:.4f} at step {step}, not saved)"
 
 
 def best_of(found: Sequence[CheckpointInfo], rule: BestBy, count: int) -> list[CheckpointInfo]:

@@ -103,18 +103,17 @@ def _print_list(found: list[CheckpointInfo]) -> None:
     )
     from forgather_cli.checkpoint.retention import better_unsaved
 
-    rows, styles, better = [], [], better_unsaved(found)
+    rows, styles, best = [], [], better_unsaved(found).strip(" ()") or "best"
     for info in found:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
         numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]
-        marks = {f"best{' of those kept' if better else ''}": info.best, "final": info.final}
-        marks |= {"not healthy": not info.healthy, "abandoned": info.abandoned}
+        marks = {best: info.best, "final": info.final, "not healthy": not info.healthy, "abandoned": info.abandoned}
         marks[f"named {info.path.name}"] = step_of(info.path) != info.step
         told = "damaged" if info.problem else ", ".join(mark for mark, holds in marks.items() if holds)
         rows.append((str(info.step), *numbers, human_bytes(info.size_bytes), local_time(info.created), told))
         styles.append("red" if info.problem else "bold" if info.best else "")
     print_table(columns, rows, styles)
-    tell(f"newest: {shown(found[-1].path)}{'; ' if better else ''}{better}")
+    tell(f"newest: {shown(found[-1].path)}")
 
 
 @app.command(cls=Command)

@@ -149,8 +149,8 @@ def _of_run(config: Config, limit: int, tokenizer: Tokenizer) -> Sample:
     for batch in EvalLoader(data.eval, batch_size=1, device=torch.device("cpu")):
         read = "decoder_input_ids" if option.is_paired else "input_ids"
         documents = batch.get("document_ids", torch.zeros_like(batch[read]))[0]
-        lengths = documents.unique_consecutive(return_counts=True)[1].tolist()  # each is by itself, as in training
-        for parts in zip(*(batch[key].split(lengths, 1) for key in (read, "labels")), strict=True):
+        counts = torch.unique_consecutive(documents, return_counts=True)[1]  # each is by itself, as in training
+        for parts in zip(*(torch.split(batch[key], counts.tolist(), 1) for key in (read, "labels")), strict=True):
             ids, labels = (part[:, : min(limit, left)] for part in parts)
             if num_targets(labels, label_shift(batch)):
                 sequences.append((ids, labels))

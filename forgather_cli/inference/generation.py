@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from forgather_cli.config.schema import Sampling
+from forgather_cli.data.chat.ends import ending_of
 from forgather_cli.data.chat.template import ChatTemplate, Message
 from forgather_cli.data.text.detokenize import Detokenizer
 from forgather_cli.data.text.tokenizer import Tokenizer
@@ -158,15 +160,11 @@ class Generator:
     def _ends_of_turn(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
         """(tokens, texts) that end the assistant's turn besides the end tokens: what the template writes there."""
         assert self.chat is not None
-        messages = [{"role": "user", "content": "y"}, {"role": "assistant", "content": "x"}]
-        try:
-            text, spans = self.chat.render_spans(messages)
-        except DataError:  # a template that does not tell; the end tokens must do
-            return (), ()
-        behind = text[slice(*spans[-1])].rpartition("x")[2] if spans else ""
-        mark = behind.strip() or behind  # of some templates a line break alone
-        ids = self.tokenizer.encode(mark) if mark else []
-        return (tuple(ids), ()) if len(ids) == 1 else ((), (mark,) if mark else ())
+        with suppress(DataError):  # of a template that does not tell; the end tokens must do
+            if mark := ending_of(self.chat):
+                ids = self.tokenizer.encode(mark)
+                return (tuple(ids), ()) if len(ids) == 1 else ((), (mark,))
+        return (), ()
 
 
 class _Row:

@@ -132,9 +132,9 @@ def plan_jobs(recipe: str | None, overrides: list[str], config_dir: Path | None)
         name = job_name(loaded.recipe_text, own)
         if not (root / name).exists():  # one begun before 0.3 goes on where it is
             name = name.replace("=", "-")
-        evaluates = loaded.config.eval_strategy == "steps" and loaded.config.data.nothing_held_out is None
-        if evaluates and 0 < loaded.config.max_steps < loaded.config.eval_steps:  # at the end, to compare jobs by it
-            job_overrides.append(f"eval_steps={loaded.config.max_steps}")
+        of = loaded.config  # by an evaluation at the end jobs are compared
+        if of.eval_strategy == "steps" and of.data.nothing_held_out is None and 0 < of.max_steps < of.eval_steps:
+            job_overrides.append(f"eval_steps={of.max_steps}")
         takes_gpus = there and loaded.config.device in ("auto", "cuda")
         jobs.append(SweepJob(name, job_overrides, RunDir(root / name), own, layout.ranks_per_node, takes_gpus))
         if loaded.tree["data"].get("template_date", "no chats") is None and not jobs[-1].run.config.exists():

@@ -78,15 +78,12 @@ def _but(run: RunDir, reason: str, problem: str, lost: str) -> str:
 def _print_paths(run: RunDir) -> None:
     """Where the run and its checkpoints are, as paths to copy."""
     found = list_checkpoints(run)
-    best = next((info for info in found if info.best), None)
-    newest = found[-1] if found else None
-    tell(f"\nrun      {shown(run.root)}")
     better = better_unsaved(found)
-    note = f" (best of those kept; {better})" if better else ""
-    if newest is not None:
-        tell(f"newest   {_place(newest, (note or ' (best)') if newest is best else '')}")
-    if best is not None and best is not newest:
-        tell(f"best     {_place(best, note)}")
+    tell(f"\nrun      {shown(run.root)}")
+    for info in found[-1:]:
+        tell(f"newest   {_place(info, (better or ' (best)') if info.best else '')}")
+    for info in (each for each in found[:-1] if each.best):
+        tell(f"best     {_place(info, better)}")
 
 
 def _place(info: CheckpointInfo, note: str = "") -> str:

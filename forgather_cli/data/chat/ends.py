@@ -23,7 +23,7 @@ def end_of_turn(directory: Path, tokenizer: Any) -> str | int | None:
     the next turn tells. Raises DataError.
     """
     template = ChatTemplate.of(directory)
-    end = "" if template is None else ending_of(template)
+    end = "" if template is None else ending_of(template).strip()
     if not end:
         return None
     ids = _encoded(tokenizer, end)
@@ -50,11 +50,14 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
 
 
 def ending_of(template: ChatTemplate) -> str:
-    """What a template writes behind an answer; empty where only the text of the next turn tells. Raises DataError."""
+    """What a template writes behind an answer, of some a line break alone; empty where only the text of the next turn
+    tells. Raises DataError.
+    """
     conversation = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": _ANSWER}]
     text, spans = template.render_spans(conversation)
     turn = text[slice(*spans[-1])] if spans else text
-    return turn[turn.rfind(_ANSWER) + len(_ANSWER) :].strip() if _ANSWER in turn else ""
+    behind = turn[turn.rfind(_ANSWER) + len(_ANSWER) :] if _ANSWER in turn else ""
+    return behind.strip() or behind
 
 
 def stop_tokens(directory: Path, tokenizer: Any, ending: str | int | None) -> list[int]:
