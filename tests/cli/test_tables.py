@@ -30,7 +30,7 @@ from forgather_cli.sweeps import run as sweeps
 SWEEP = "outputs/pretrain_on_the_corpus_of_the_department/sweep-0a1b2c3d"
 RUNS = [f"{SWEEP}/learning_rate=0.00{n},weight_decay=0.1-{n}e5f6a7b" for n in (1, 2)]
 JOBS = [f"job_20261122-15303{n}_node-17.cluster.of.the.department_123{n}" for n in (1, 2)]
-JOB = "learning_rate=0.00200001"
+JOB = "learning_rate-0.00200001"
 SWEEP_AGAIN = "train data=synthetic model=nano max_steps=30 learning_rate=0.001,0.00200001 weight_decay=0.1,0.25 -m"
 COMMANDS = {  # and what must stand there whole
     "logs summary outputs": [*RUNS, "12345.6789", "corpora/second.jsonl", "weight_decay"],
