@@ -253,18 +253,22 @@ def test_a_damaged_newest_one_is_passed_over_and_without_another_refused(program
     assert [line.split(":")[0].strip() for line in lines] == [STEP_2, STEP_1]
 
 
+_LINE = "to read the data from their beginning, add 'resume_components=[model,optimizer,"
 CHANGED = {
     "hidden_size=32 num_hidden_layers=1": [
         "model.hidden_size: the checkpoint has 64, this run 32; change it back, or leave model and optimizer out of "
         "resume_components",
         "model.num_hidden_layers: the checkpoint has 2, this run 1;",
     ],
-    "data.seq_len=32": ["data.seq_len: the checkpoint has 16, this run 32; change it back, or leave data out of"],
-    "seed=7": ["data: the samples are not those of the checkpoint (fingerprint "],
+    "data.seq_len=32": [
+        "data.seq_len: the checkpoint has 16, this run 32; change it back, or leave data out of",
+        _LINE,
+    ],
+    "seed=7": ["data: the samples are not those of the checkpoint (fingerprint ", _LINE],
     "data=text data.files=[ok.txt] cache_dir=cache data.seq_len=16": [
         "data.tokenizer: the checkpoint has 'bytes', this run 'bpe'; change it back, or leave data out",
         "data: the checkpoint has 'synthetic', this run 'text'; change it back, or leave data out",
-    ],
+    ],  # and no such line: the model knows other tokens
 }
 
 
