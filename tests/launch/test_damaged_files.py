@@ -338,14 +338,14 @@ def test_of_an_origin_that_cannot_be_read_nothing_is_known(content: bytes, tmp_p
 
 
 def test_a_token_that_is_cut_is_refused_and_never_drawn_anew(tmp_path: Path) -> None:
-    run, settings = RunDir(tmp_path), DilocoServerSettings()
-    token, path = token_of(run, settings)
+    file, variable = RunDir(tmp_path).diloco_token, "DILOCO_TOKEN_OF_NOBODY"
+    token, path = token_of(file, variable)
     path.write_bytes(f"{token}\r\n".encode())
-    assert token_of(run, settings)[0] == token
+    assert token_of(file, variable)[0] == token
     for damaged in [b"", *cuts(token[:16].encode(), 0), b"\xff" * 64]:
         path.write_bytes(damaged)
         with pytest.raises(SetupError, match=str(path)):
-            token_of(run, settings)
+            token_of(file, variable)
         assert path.read_bytes() == damaged
 
 
