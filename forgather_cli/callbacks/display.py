@@ -52,10 +52,10 @@ class PlainDisplay:
         self._columns = [column for column in columns if column.name != "step"]
 
     def start(self, step: int, max_steps: int, first: str) -> None:
-        """Training begins at ``step``; ``max_steps`` <= 0 when the end is not known. ``first``: what is done until the
-        first step is; here ``bars.doing`` says it."""
+        """Training begins at ``step``; ``max_steps`` <= 0 when the end is not known. ``first``: what is done now,
+        until the first step is."""
         of = f" of {max_steps}" if max_steps > 0 else ""
-        self.note(f"training from step {step}{of}; each loss is the mean since the line before")
+        self.note(f"training from step {step}{of}, {first}; each loss is the mean since the line before")
 
     def advance(self, step: int) -> None: ...
 

@@ -32,10 +32,10 @@ class EarlyStopping(BuiltIn[EarlyStoppingSettings]):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         run = kwargs["trainer"].run.config
-        each_is_saved = run.eval_strategy == run.save_strategy and (
-            run.save_strategy != "steps" or run.eval_steps % run.save_steps == 0
-        )
-        if state.is_world_process_zero and run.save_strategy != "best" and not each_is_saved:
+        each_is_saved = run.save_strategy in ("best", run.eval_strategy) or run.eval_strategy == "no"  # of eval_on_save
+        if run.save_strategy == run.eval_strategy == "steps":
+            each_is_saved = state.eval_steps % state.save_steps == 0
+        if state.is_world_process_zero and not each_is_saved:
             why = "not each evaluation is followed by a save, so that the best model may be lost"
             logger.warning("callbacks.early_stopping: %s; set save_strategy=best", why)
 

@@ -49,8 +49,8 @@ class ProgressCallback(BuiltIn[ProgressSettings]):
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             display = self._shown()
-            first = "compiling in the first step" if getattr(args, "torch_compile", False) else "the first step"
-            display.start(state.global_step, state.max_steps, first)
+            work = "compiling" if getattr(args, "torch_compile", False) else "reading data"
+            display.start(state.global_step, state.max_steps, f"{work} for the first step")
             self._next_advance = 0.0 if math.isfinite(display.interval) else math.inf
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:

@@ -43,11 +43,8 @@ def print_config(loaded: Loaded) -> None:
     """The resolved config as YAML, in colour on a terminal."""
     from forgather_cli.config.decode import dump_tree, with_comments
     from forgather_cli.config.options import named
-    from forgather_cli.config.schedule import shares
 
     sources = {path: named(file) for path, file in loaded.sources().items()}
-    for name, share in shares(loaded.config, loaded.config.max_steps).items():
-        sources[name] += f": {share}"
     text = with_comments(dump_tree(loaded.tree), sources).rstrip("\n")
     screen = console()
     if not screen.is_terminal:

@@ -264,9 +264,7 @@ def abort(
 @app.command("set", cls=Command, hidden=True)
 def set_(words: Annotated[list[str], typer.Argument(metavar="[JOB] KEY=VALUE...", show_default=False)]) -> None:
     """What a job trains with stays: it is resumed with other settings."""
-    job = next((word for word in words if "=" not in word), "latest")
-    settings = " ".join(word for word in words if "=" in word) or "learning_rate=..."
-    change = f"forgather control save_and_stop {job}, then forgather resume {job} {settings}"
+    change = "forgather control save_and_stop JOB, then forgather resume RUN learning_rate=..."
     raise ConfigError(f"set: a job keeps its settings while it runs; {change}")
 
 

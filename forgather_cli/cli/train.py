@@ -121,7 +121,7 @@ def _show(loaded: Loaded, command: list[str], as_json: bool) -> None:
             {**document, "output_dir": str(output_dir(loaded)), "launch": {**asdict(layout), "world": layout.world}}
         )
         return
-    print_plan(made, loaded.config)
+    print_plan(made)
     tell(f"\nwould train in  {output_dir(loaded)}\nby the command  {shlex.join(command)}")
     tell(f"ranks           {layout.describe()}\n")
     for note in loaded.notes:

@@ -68,7 +68,7 @@ def parse_lines(overrides: Sequence[str]) -> tuple[list[Override], list[str]]:
                 # its grammar has no ~, which no shell expands behind a =, and no second =
                 given = re.sub(r"(?<=[=,\[])[^\s,\[\]{}()'\"]*[~=][^\s,\[\]{}()'\"]*", r"'\g<0>'", line)
                 # nor most signs of regular expressions, which in a list are texts
-                if listed := re.fullmatch(r"([^=]+=)\[([^']*[(^|\[{][^']*)\]", line):
+                if listed := re.fullmatch(r"([^=]+=)\[([^'\"]*[(^|\[{][^'\"]*)\]", line):
                     texts = re.split(r",\s*(?![^(\[{]*[)\]}])", listed[2])
                     given = f"{listed[1]}['" + "','".join(texts) + "']"
                 parsed.append(parser.parse_override(given))

@@ -103,7 +103,7 @@ def plan(
         of_diloco = {} if shared is None else {"diloco": asdict(shared)}
         print_json({**plan_document(made, params=params), **of_diloco})
         return
-    print_plan(made, config, params=params)
+    print_plan(made, params=params)
     if shared is not None:
         _print_diloco(shared, made)
 
@@ -147,9 +147,9 @@ def _bytes(memory: RankMemory) -> dict[str, int | None]:
     }
 
 
-def print_plan(made: RunPlan, config: Config, *, params: bool = False) -> None:
+def print_plan(made: RunPlan, *, params: bool = False) -> None:
     """Tables for people."""
-    print_facts(_facts(made, config))
+    print_facts(_facts(made))
     if made.stages:
         memory = {each.rank: each.total for each in made.ranks}
         rows = []
@@ -172,10 +172,8 @@ def print_plan(made: RunPlan, config: Config, *, params: bool = False) -> None:
         _print_parameters(made)
 
 
-def _facts(made: RunPlan, config: Config) -> dict[str, str]:
+def _facts(made: RunPlan) -> dict[str, str]:
     """The numbers of the run, and the memory of the fullest rank by kind."""
-    from forgather_cli.config.schedule import shares
-
     kinds = ", ".join(f"{kind} {human(count)}" for kind, count in made.by_kind().items())
     trainer = f"{made.trainer} on {made.world_size} ranks" if made.world_size > 1 else made.trainer
     if made.schedule is not None:
@@ -210,7 +208,6 @@ def _facts(made: RunPlan, config: Config) -> dict[str, str]:
         "batch": f"{batch}, {_count(made.tokens_per_step)} tokens per step",
         "train split": train if made.vocab_size and made.seq_len else "unknown: your data tells when it is made",
         "steps": steps,
-        **shares(config, made.steps or 0),
         "operations": operations,
         "memory": "unknown",
     }

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -33,7 +32,6 @@ from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.precision import compute_dtype
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import check_shares
-from forgather_cli.terminal.bars import doing
 from forgather_cli.trainer.arguments import RecipeArguments, ScriptSettings
 from forgather_cli.trainer.build import model_spec, num_parameters, print_model, strategy_of
 from forgather_cli.trainer.checkpoints import Checkpoints, drawn_seed, frozen_base, write_side_files
@@ -183,14 +181,11 @@ class Loop:
             # set_detect_anomaly, since detect_anomaly warns by itself
             anomaly_mode = torch.autograd.set_detect_anomaly(config.detect_anomaly or torch.is_anomaly_enabled())
             try:
-                garbage = garbage_collection(config)
-                with anomaly_mode, kernels, garbage as self._garbage, self.checkpoints, ExitStack() as self._first_step:
+                with anomaly_mode, kernels, garbage_collection(config) as self._garbage, self.checkpoints:
                     self.emit("on_train_begin")
                     if run.outer is not None:
                         run.outer.begin()
                     self._step_end.at_start()
-                    work = "compiling" if config.torch_compile else "computing"
-                    self._first_step.enter_context(doing(f"reading data and {work}, for the first step"))
                     while not run.is_finished():
                         self._train_epoch()
                         if run.is_finished():
@@ -283,7 +278,6 @@ class Loop:
             run.state.epoch = epochs.done()
             if run.outer is not None:
                 run.outer.after_step(data.counts)
-            self._first_step.close()
             self._step_end.after_step(loss, norm)
             self._garbage.after_step(run.state.global_step)
         if run.sync.signum is not None or control.should_abort_without_save:

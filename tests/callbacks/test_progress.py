@@ -76,7 +76,7 @@ def test_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(re.match(STAMP, line) for line in lines if line[:1] != " ")
     same = "grad_norm 1.500 lr 1.00e-03 tok/s 123k s/step 0.0213 peak_mem 1.2GiB"
     assert [re.sub(STAMP, "", line) for line in lines] == [
-        "training from step 0 of 40; each loss is the mean since the line before",
+        "training from step 0 of 40, reading data for the first step; each loss is the mean since the line before",
         f"step 10/40 epoch 0.50 loss 0.5000 {same} tokens 10",
         f"step 20/40 epoch 1.00 loss 0.2500 {same} tokens 20",
         "step 20 eval loss 3.2000 perplexity 24.53 took 0.80s",

@@ -46,14 +46,6 @@ def test_whole_steps_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert tiny.training_curve("shares") == tiny.training_curve("whole")
 
 
-def test_config_show_and_plan_say_what_they_come_to(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["config", "show"], ["plan"]):
-        told = printed(capsys, *command, *EPOCH, "save_steps=0.3", "max_steps=50")
-        assert (told.code, "every 15 steps" in told.out) == (0, True)
-    assert "every 3 steps" in printed(capsys, "plan", *EPOCH, "save_steps=0.3").out  # by epochs
-    assert "0.3 of all steps" in printed(capsys, "config", "show", *EPOCH, "save_steps=0.3").out  # not known there
-
-
 def test_between_whole_steps_and_shares_nothing_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     for value in ("1.5", "0", "-0.1", "true", "a"):
         assert refusal(capsys, "config", "show", *EPOCH, f"eval_steps={value}").startswith("error: eval_steps: must be")

@@ -185,10 +185,9 @@ def test_the_list_has_what_runs_and_all_that_ended_too(
 
 
 def test_a_setting_of_a_running_job_names_what_changes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, "control", "set", "outputs/a", "learning_rate=1e-4", "save_steps=5")
-    assert "forgather control save_and_stop outputs/a" in said
-    assert "forgather resume outputs/a learning_rate=1e-4 save_steps=5" in said
-    assert "forgather resume latest learning_rate=1" in refusal(capsys, "control", "set", "learning_rate=1")
+    said = refusal(capsys, "control", "set", "outputs/a", "learning_rate=1e-4")
+    assert "forgather control save_and_stop JOB" in said
+    assert "forgather resume RUN learning_rate=" in said
 
 
 def test_what_cannot_be_done_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
