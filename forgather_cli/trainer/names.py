@@ -15,19 +15,15 @@ from torch.nn.utils.rnn import pad_sequence
 
 from forgather_cli.callbacks.build import CALLBACKS
 from forgather_cli.callbacks.textgen import as_table
-from forgather_cli.checkpoint.components import Sharing
+from forgather_cli.checkpoint.components import Component, Sharing
 from forgather_cli.loss import UserLoss, cross_entropy_sum, num_targets
 from forgather_cli.trainer.checkpoints import Checkpoints, kept_tensors, load_model
 from forgather_cli.trainer.generate import generated
-from forgather_cli.trainer.own_components import BuiltInComponent, StateComponent
 from forgather_cli.trainer.trainer import Loop
 
 
 class SourceNames(Loop):
     """A loop with these names; see ``Trainer``."""
-
-    train_dataloader: Any = None
-    """That of the events, from ``train()`` on; before it there is ``get_train_dataloader()``."""
 
     @classmethod
     def default_callbacks(cls) -> list[Any]:
@@ -47,6 +43,11 @@ class SourceNames(Loop):
         if (reader := self.checkpoint_manager.find(resume)) is not None:
             load_model(reader, kept_tensors(run), run.cpu_group)
             run.config = replace(run.config, resume_from_checkpoint=resume)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """That of the events, from ``train()`` on; before it there is ``get_train_dataloader()``."""
+        return self.run.train_loader
 
     @property
     def checkpoint_manager(self) -> Checkpoints:
@@ -92,17 +93,16 @@ class SourceNames(Loop):
         pads = settings.get("pad_token_id"), *(getattr(tokenizer, f"{kind}_token_id", None) for kind in ("pad", "eos"))
         return torch.cat((input_ids, pad_sequence(new, True, next((i for i in pads if i is not None), 0))), 1)
 
-    def get_state_components(self) -> list[StateComponent]:
+    def get_state_components(self) -> list[Any]:
         """Those of Forgather: the model, and from ``train()`` on optimizer, scheduler, trainer, data, rng, callbacks.
 
-        An override returns components of its own, beside these or alone; it is asked once for each training, when model
-        and optimizer are made. These are in every checkpoint anyway.
+        An override returns its own, ``StateComponent`` each, beside these or alone; it is asked once for each training,
+        when model and optimizer are made. These are in every checkpoint anyway.
         """
         shared = Sharing.REPLICATED if self.run.strategy.model_group is None else Sharing.PER_RANK
         weights = {"model": self.model, "optimizer": self.run.optimizer}
-        held = [BuiltInComponent(key, each, shared) for key, each in weights.items() if each is not None]
-        further = self.checkpoints.restorable() if self.run.optimizer is not None else ()
-        return [*held, *(BuiltInComponent(each.key, each.object, each.sharing) for each in further)]
+        held = [Component(key, each, shared) for key, each in weights.items() if each is not None]
+        return held if self.run.optimizer is None else [*held, *self.checkpoints.restorable()]
 
     def get_process_groups(self) -> dict[str, Any]:
         """``ddp_group``, the ranks that read other data for the same layers, and ``pp_group``, those of one pipeline,

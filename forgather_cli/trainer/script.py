@@ -45,7 +45,7 @@ from forgather_cli.trainer.optimizers import (
     as_schedule,
     print_groups,
 )
-from forgather_cli.trainer.own_components import BuiltInComponent, StateComponent, own_components
+from forgather_cli.trainer.own_components import StateComponent, own_components
 from forgather_cli.trainer.run import describe
 from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 from forgather_cli.trainer.subclass import checked_overrides
@@ -145,6 +145,8 @@ class Trainer(SourceNames):
             data_description=data_description or {}, data_files=data_files or {},
             job=job or from_python.ScriptJob(should_stop, on_stop, run_dir if self._files else None),
         )  # fmt: skip
+        if objects.init_weights is not init_weights:  # made on meta: parameters are empty
+            self.load_checkpoint(self.args.resume_from_checkpoint)
 
     # ------------------------------------------------------------------------------------- callbacks and components
 
@@ -431,10 +433,9 @@ class Trainer(SourceNames):
 
     def _make_train_loader(self) -> TrainLoader:
         made = self.get_train_dataloader()
-        if not isinstance(made, MicrobatchLoader):
-            made = MicrobatchLoader(train_loader(self.run, made, self._collate_fn, self._data_ranks, self._token_bytes))
-        self.train_dataloader = made.loader
-        return made.loader
+        if isinstance(made, MicrobatchLoader):
+            return made.loader
+        return train_loader(self.run, made, self._collate_fn, self._data_ranks, self._token_bytes)
 
     @cached_property
     def _token_bytes(self) -> Tensor | None:
@@ -461,9 +462,8 @@ class Trainer(SourceNames):
                 self.callbacks.add(scheduler)
 
     def _own_components(self) -> list[Component]:
-        given = self._added
-        if type(self).get_state_components is not Trainer.get_state_components:
-            given = given + [each for each in self.get_state_components() if not isinstance(each, BuiltInComponent)]
+        is_overridden = type(self).get_state_components is not Trainer.get_state_components
+        given = [*self._added, *(self.get_state_components() if is_overridden else ())]
         return own_components(given, self.get_process_groups(), RESERVED, self.run.cpu_group)
 
     def _prepare_evaluation(self) -> bool:
