@@ -141,6 +141,7 @@ def recorded(args: TrainingArguments, config: Config, objects: Objects) -> Confi
         optimizer=optimizer,
         lr_scheduler=_named(scheduler) if scheduler else config.lr_scheduler,
         loss=config.loss if loss is None else _named(loss),
+        job_id=getattr(own_callbacks.get("control"), "job_id", None) or config.job_id,
         callbacks=replace(config.callbacks, **{name: each.settings for name, each in own_callbacks.items()}),
     )
     # who shares data in a strategy that was made already, it knows alone

@@ -251,7 +251,6 @@ def of_a_pipeline(root: str, recipe: bool) -> tuple[str, str]:
     logger, log, out = logging.getLogger("torch.distributed.pipelining"), io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(log)
     logger.addHandler(handler)
-    quiet = [logging.getLogger(f"{logger.name}.{name}") for name in ("schedules", "stage")]
     try:
         with contextlib.redirect_stdout(out):
             if recipe:
@@ -264,8 +263,7 @@ def of_a_pipeline(root: str, recipe: bool) -> tuple[str, str]:
                 tiny.script(root, model_init=tiny.decoder, trainer=pipeline, max_steps=1, **told).train()
     finally:
         logger.removeHandler(handler)
-        for each in quiet:
-            each.setLevel(logging.CRITICAL)
+        logger.setLevel(logging.CRITICAL)
     return out.getvalue(), log.getvalue()
 
 
