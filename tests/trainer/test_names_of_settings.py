@@ -182,6 +182,7 @@ def test_names_of_stages_must_be_what_the_schedule_has(tmp_path: Path) -> None:
         ({"fp8_dim_alignment": 32}, "fp8_dim_alignment: nothing reads it without fp8_recipe"),
         ({"fp8_dim_alignment": 32, "precision": "fp8"}, "fp8_dim_alignment: precision says it too"),
         ({"fp8_dim_alignment": "wide", "fp8_recipe": "rowwise"}, "fp8_dim_alignment: must be a whole number"),
+        ({"fp8_dim_alignment": 24, "fp8_recipe": "rowwise"}, "must be a multiple of 16, got 24"),
         ({"pp_stage_type": "w"}, "pp_stage_type: must be loop or v"),
     ],
 )
