@@ -12,13 +12,13 @@ from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import plain
-from forgather_cli.config.schema import ControlSettings, job_id_problems
+from forgather_cli.config.schema import ControlSettings
 from forgather_cli.control import command_record, registry
 from forgather_cli.control.command_queue import CommandQueue
 from forgather_cli.control.command_record import ABORT, SAVE, STOP, ControlCommand
 from forgather_cli.control.registry import Entry
 from forgather_cli.control.server import PORTS, ControlServer
-from forgather_cli.errors import ConfigError, ForgatherError
+from forgather_cli.errors import ForgatherError
 from forgather_cli.run_dir import step_of
 
 log = logging.getLogger(__name__)
@@ -40,8 +40,6 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
     def __init__(self, *args: Any, job_id: str | None = None, **kwargs: Any) -> None:
         """``job_id``: in the place of the setting of this name."""
         super().__init__(*args, **kwargs)
-        if problems := list(job_id_problems(job_id)):
-            raise ConfigError([f"TrainerControlCallback.{problem}" for problem in problems])
         self.job_id = job_id
         self._trainer: Any = None
         self._queue: CommandQueue | None = None

@@ -36,18 +36,14 @@ class ResumableSummaryWriter:
         if self.writer is None:
             self._purge_step = last_step + 1 if last_step else 0
 
-    def opened(self) -> Any:
-        """The ``SummaryWriter``."""
+    def __getattr__(self, name: str) -> Any:
         if self.writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self.writer = SummaryWriter(self.log_dir and str(self.log_dir), purge_step=self._purge_step)
+            self.writer = SummaryWriter(self.log_dir, purge_step=self._purge_step)
             self._purge_step = None  # a later reopening goes on
             atexit.register(self.close)  # of what others write after on_train_end
-        return self.writer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.opened(), name)
+        return getattr(self.writer, name)
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -140,7 +136,6 @@ class TBLogger(BuiltIn[TensorboardSettings]):
 
     def _open(self) -> Any:
         self._writer.log_dir = self._writer.log_dir or self.run.tensorboard
-        writer = self._writer.writer or self._writer.opened()
         if self._waiting:
             chosen: dict[str, float | str] = {**self.run.typed()}  # numbers as such
             for name, value in chosen.items():
@@ -151,11 +146,11 @@ class TBLogger(BuiltIn[TensorboardSettings]):
 
                 # not by add_hparams (torch 2.13), which makes a second run below this one
                 for summary in hparams(chosen, {"eval/loss": None, "train/loss": None}):  # type: ignore[no-untyped-call]
-                    writer._get_file_writer().add_summary(summary)
+                    self._writer._get_file_writer().add_summary(summary)
         for text in self._waiting:
-            writer.add_text(*text)
+            self._writer.add_text(*text)
         self._waiting.clear()
-        return writer
+        return self._writer.writer or self._writer
 
 
 def curve(name: str) -> str:

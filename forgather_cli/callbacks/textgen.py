@@ -219,11 +219,14 @@ def continued(
 
 
 def as_table(generation_config: Any) -> Any:
-    """A ``GenerationConfig`` of transformers as settings of ``Sampling`` by name: what it has been given; others as
-    they are."""
+    """A ``GenerationConfig`` of transformers as settings of ``Sampling`` by name: what it has been given that
+    changes a text; others as they are.
+    """
     if not hasattr(generation_config, "to_diff_dict"):
         return generation_config
-    return {name: value for name, value in generation_config.to_diff_dict().items() if name != "transformers_version"}
+    aside = ("transformers_version", "bos_token_id", "use_cache")  # a tokenizer knows how prompts begin
+    given = generation_config.to_diff_dict().items()
+    return {name: value for name, value in given if name not in aside and not name.startswith(("_", "output_"))}
 
 
 def cut_samples(path: Path, last_step: int) -> None:

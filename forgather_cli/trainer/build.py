@@ -172,8 +172,7 @@ def print_model(config: Config, parts: list[nn.Module]) -> None:
             print_tensors("model", part)
     if config.debug_pipeline:
         logging.basicConfig()  # where nobody has said where a log goes
-        for name in ("schedules", "stage"):
-            logging.getLogger(f"torch.distributed.pipelining.{name}").setLevel(logging.DEBUG)
+        logging.getLogger("torch.distributed.pipelining").setLevel(logging.DEBUG)
 
 
 def choose_trained(model: nn.Module, config: Config) -> list[str]:

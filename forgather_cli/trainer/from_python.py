@@ -24,7 +24,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from forgather_cli.callbacks.base import BuiltIn, CallbackList
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.checkpoint.choice import candidates
-from forgather_cli.checkpoint.load import named, newest_valid
 from forgather_cli.config.decode import dump_saved, to_tree
 from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import Config, DataTarget, RunSettings, Target
@@ -36,7 +35,6 @@ from forgather_cli.run_dir import RunDir, name_file
 from forgather_cli.targets import name_of
 from forgather_cli.terminal.folding import show_all_text
 from forgather_cli.trainer.arguments import TrainingArguments
-from forgather_cli.trainer.checkpoints import kept_tensors, load_model
 from forgather_cli.trainer.given import Objects
 from forgather_cli.trainer.run import TrainingRun
 
@@ -143,6 +141,7 @@ def recorded(args: TrainingArguments, config: Config, objects: Objects) -> Confi
         optimizer=optimizer,
         lr_scheduler=_named(scheduler) if scheduler else config.lr_scheduler,
         loss=config.loss if loss is None else _named(loss),
+        job_id=getattr(own_callbacks.get("control"), "job_id", None) or config.job_id,
         callbacks=replace(config.callbacks, **{name: each.settings for name, each in own_callbacks.items()}),
     )
     # who shares data in a strategy that was made already, it knows alone
@@ -173,7 +172,9 @@ def built_in(callbacks: Iterable[Any]) -> dict[str, BuiltIn[Any]]:
 
 
 def constructed(args: TrainingArguments, objects: Objects, run_dir: RunDir) -> Objects:
-    """``objects``, whose ``model_init`` makes the model where ``construct_model_on`` says. Raises ConfigError."""
+    """``objects``, whose ``model_init`` makes the model where ``construct_model_on`` says; on meta an ``init_weights``
+    of their own leaves its parameters empty, for a checkpoint to fill. Raises ConfigError.
+    """
     where, make, resume = args.construct_model_on, objects.model_init, args.resume_from_checkpoint
     restored = args.resume_components == "all" or "model" in args.resume_components
     if where == "meta" and not (restored and (isinstance(resume, str) or (resume and candidates(run_dir)))):
@@ -194,13 +195,8 @@ def constructed(args: TrainingArguments, objects: Objects, run_dir: RunDir) -> O
         with pick_device(args.device) if where == "device" else register_module_parameter_registration_hook(emptied):
             return make()
 
-    def load(run: TrainingRun) -> None:
-        how = run.config.verify_checkpoint, run.cpu_group
-        found: Any = named(Path(resume), *how, own=run_dir) if isinstance(resume, str) else newest_valid(run_dir, *how)
-        load_model(found, kept_tensors(run), run.cpu_group)
-
-    objects = replace(objects, model_init=build)
-    return objects if where == "device" else replace(objects, init_weights=lambda part, seed: None, load=load)
+    fill = objects.init_weights if where == "device" else lambda part, seed: None
+    return replace(objects, model_init=build, init_weights=fill)
 
 
 def described_data(objects: Objects) -> dict[str, Any]:

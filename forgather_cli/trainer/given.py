@@ -13,7 +13,6 @@ from forgather_cli.checkpoint.components import Component
 from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.trainer.optimizers import OptimizerRecipe
-from forgather_cli.trainer.run import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,6 @@ class Objects:
     enable_checkpointing: Callable[[nn.Module], Any] | None
     callbacks: list[Any]
     """Objects, and (name, object) pairs."""
-    load: Callable[[TrainingRun], None] | None = None
-    """Collective. Fills a model whose parameters were made on meta."""
 
     def make_model(self) -> nn.Module:
         """``model``, or what ``model_init`` makes."""

@@ -37,19 +37,16 @@ class StateComponent:
     the state of the group of the same name."""
 
 
-class BuiltInComponent(StateComponent):
-    """One of Forgather's own, as ``Trainer.get_state_components`` shows it."""
-
-
 def own_components(
     given: Iterable[Any], groups: Mapping[str, Any], reserved: Collection[str], cpu_group: Any
 ) -> list[Component]:
-    """Collective. A user's components as those of checkpoints, the same on all ranks; ``groups``: process groups by
-    name. Raises ConfigError with all that is wrong on this rank, or where ranks differ.
+    """Collective. A user's components as those of checkpoints, the same on all ranks, without Forgather's own, which
+    are ``Component`` already; ``groups``: process groups by name. Raises ConfigError with all that is wrong on this
+    rank, or where ranks differ.
     """
     problems: list[str] = []
     found: dict[str, Component] = {}
-    for each in given:
+    for each in (each for each in given if not isinstance(each, Component)):
         if not isinstance(each, StateComponent):
             problems.append(f"get_state_components: got a {type(each).__name__}; return a list of StateComponent")
         elif each.key in found:

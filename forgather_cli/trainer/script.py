@@ -11,10 +11,14 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from forgather_cli.callbacks.base import BuiltIn, NoWriter, TrainerCallback, TrainerControl, TrainerState
+from forgather_cli.callbacks.build import CALLBACKS
 from forgather_cli.callbacks.norms import FullParameters
+from forgather_cli.callbacks.textgen import as_table
 from forgather_cli.checkpoint.components import Component, Sharing
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
@@ -24,7 +28,7 @@ from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, MicrobatchLoader, TrainLoader
 from forgather_cli.distributed import cpu_group
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.loss import loss_and_outputs
+from forgather_cli.loss import UserLoss, cross_entropy_sum, loss_and_outputs, num_targets
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.optim.build import Optimizers
 from forgather_cli.run_dir import RunDir
@@ -33,11 +37,10 @@ from forgather_cli.trainer import evaluate as evaluation
 from forgather_cli.trainer import from_python
 from forgather_cli.trainer.arguments import TrainingArguments, as_arguments, script_settings, with_strategy
 from forgather_cli.trainer.build import collate_fn, eval_loader, train_loader
-from forgather_cli.trainer.checkpoints import RESERVED, save_model
+from forgather_cli.trainer.checkpoints import RESERVED, Checkpoints, kept_tensors, load_model, save_model
 from forgather_cli.trainer.evaluate import PredictionOutput, Predictions
 from forgather_cli.trainer.generate import beginnings, generated
 from forgather_cli.trainer.given import Hooks, Objects
-from forgather_cli.trainer.names import SourceNames
 from forgather_cli.trainer.optimizers import (
     OptimizerRecipe,
     as_group_settings,
@@ -45,13 +48,14 @@ from forgather_cli.trainer.optimizers import (
     as_schedule,
     print_groups,
 )
-from forgather_cli.trainer.own_components import BuiltInComponent, StateComponent, own_components
+from forgather_cli.trainer.own_components import StateComponent, own_components
 from forgather_cli.trainer.run import describe
 from forgather_cli.trainer.step_sync import StepSync, TrainingJob
 from forgather_cli.trainer.subclass import checked_overrides
+from forgather_cli.trainer.trainer import Loop
 
 
-class Trainer(SourceNames):
+class Trainer(Loop):
     """Trains a causal language model; stands in for Hugging Face's Trainer in basic use.
 
     Give ``model`` or ``model_init`` (makes one, possibly on meta, then with ``init_weights(part, seed)``); ``args``
@@ -124,8 +128,8 @@ class Trainer(SourceNames):
             callbacks=[each() if isinstance(each, type) else each for each in callbacks or ()],
         )  # fmt: skip
         if "default_callbacks" in overrides:
-            without: dict[str, Any] = dict.fromkeys(("metrics", "info", "progress", "json"))
-            config = replace(config, callbacks=replace(config.callbacks, **without))
+            rest = replace(config.callbacks, metrics=None, info=None, progress=None, json=None)
+            config = replace(config, callbacks=rest)
             objects.callbacks[:0] = self.default_callbacks()
         logs = None if config.logging_dir is None else Path(config.logging_dir)
         run_dir = RunDir(Path(config.output_dir or "trainer_output"), logs)
@@ -145,6 +149,8 @@ class Trainer(SourceNames):
             data_description=data_description or {}, data_files=data_files or {},
             job=job or from_python.ScriptJob(should_stop, on_stop, run_dir if self._files else None),
         )  # fmt: skip
+        if objects.init_weights is not init_weights:  # made on meta: parameters are empty
+            self.load_checkpoint(self.args.resume_from_checkpoint)
 
     # ------------------------------------------------------------------------------------- callbacks and components
 
@@ -411,6 +417,92 @@ class Trainer(SourceNames):
         """What is about to be trained, flat and printable."""
         return describe(self.run, self.num_parameters)
 
+    # --------------------------------------------------- names of the source documents (docs/python_api.md has a table)
+
+    @classmethod
+    def default_callbacks(cls) -> list[Any]:
+        """Fresh ones of those that every script's run has. What an override returns stands in their place."""
+        return [kind() for kind in CALLBACKS if kind.config_name in ("metrics", "info", "progress", "json")]
+
+    def load_best_model(self) -> None:
+        """Collective. Load the weights of the best checkpoint that is kept, by ``metric_for_best_model``."""
+        self.checkpoint_manager.wait()
+        self.checkpoint_manager.load_best()
+
+    def load_checkpoint(self, path: Any) -> None:
+        """Collective. Load the weights of the checkpoint at ``path`` now; the next ``train()`` goes on from it. True is
+        the newest in ``output_dir``, if there is one.
+        """
+        run, resume = self.run, path if path is True else str(path)
+        if (reader := self.checkpoint_manager.find(resume)) is not None:
+            load_model(reader, kept_tensors(run), run.cpu_group)
+            run.config = replace(run.config, resume_from_checkpoint=resume)
+
+    @property
+    def train_dataloader(self) -> Any:
+        """That of the events, from ``train()`` on; before it there is ``get_train_dataloader()``."""
+        return self.run.train_loader
+
+    @property
+    def checkpoint_manager(self) -> Checkpoints:
+        """Collective where there is none yet. ``checkpoints``, which each ``train()`` makes anew."""
+        if not hasattr(self, "checkpoints"):
+            self.checkpoints = Checkpoints(self.run, self.callbacks.by_name)
+        return self.checkpoints
+
+    @cached_property  # in whose place a subclass may set one of its own
+    def loss_fn(self) -> Callable[..., Tensor]:
+        """``(logits, labels)`` -> the mean over the targets: the script's own function, else cross entropy with the
+        settings' ``label_smoothing`` and ``z_loss``.
+        """
+        if isinstance(self._settings_loss, UserLoss):
+            return self._settings_loss.function
+        options: Any = {name: getattr(self.run.config.loss, name, 0.0) for name in ("z_loss", "label_smoothing")}
+        shift = 0 if getattr(self.model, "is_encoder_decoder", False) else 1
+
+        def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
+            total = cross_entropy_sum(logits, labels, shift=shift, **options)
+            return total / num_targets(labels, shift).clamp(min=1)
+
+        return loss_fn
+
+    def unwrapped_model(self) -> nn.Module:
+        """``model``, which nothing wraps: under fsdp2 with this rank's rows, under pipeline this rank's first stage."""
+        return self.model
+
+    def pipeline_generate(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, generation_config: Any = None, **settings: Any
+    ) -> Tensor:
+        """Collective. ``generate`` as transformers' ``model.generate``, under every strategy: of prompts (B, T), which
+        ``attention_mask`` leaves padding out of, come (B, T + n), padded behind the end of each text.
+
+        ``generation_config``: that library's object, or a dict of ``settings``.
+        """
+        settings, tokenizer = (as_table(generation_config) or {}) | settings, self.processing_class
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        rows = [row[kept > 0].tolist() for row, kept in zip(input_ids, mask, strict=True)]
+        whole = generated(self, rows, settings)
+        new = [input_ids.new_tensor(ids[len(row) :]) for ids, row in zip(whole, rows, strict=True)]
+        pads = settings.get("pad_token_id"), *(getattr(tokenizer, f"{kind}_token_id", None) for kind in ("pad", "eos"))
+        return torch.cat((input_ids, pad_sequence(new, True, next((i for i in pads if i is not None), 0))), 1)
+
+    def get_state_components(self) -> list[Any]:
+        """Those of Forgather: the model, and from ``train()`` on optimizer, scheduler, trainer, data, rng, callbacks.
+
+        An override returns its own, ``StateComponent`` each, beside these or alone; it is asked once for each training,
+        when model and optimizer are made. These are in every checkpoint anyway.
+        """
+        shared = Sharing.REPLICATED if self.run.strategy.model_group is None else Sharing.PER_RANK
+        weights = {"model": self.model, "optimizer": self.run.optimizer}
+        held = [Component(key, each, shared) for key, each in weights.items() if each is not None]
+        return held if self.run.optimizer is None else [*held, *self.checkpoints.restorable()]
+
+    def get_process_groups(self) -> dict[str, Any]:
+        """``ddp_group``, the ranks that read other data for the same layers, and ``pp_group``, those of one pipeline,
+        where there are several. An override adds groups of its own, by the names that its components have for them."""
+        names = ("ddp_group", "pp_group")
+        return {name: group for name in names if (group := getattr(self.run.strategy, name)) is not None}
+
     # --------------------------------------------------------------------------------------------- what the loop asks
 
     @contextmanager
@@ -431,10 +523,9 @@ class Trainer(SourceNames):
 
     def _make_train_loader(self) -> TrainLoader:
         made = self.get_train_dataloader()
-        if not isinstance(made, MicrobatchLoader):
-            made = MicrobatchLoader(train_loader(self.run, made, self._collate_fn, self._data_ranks, self._token_bytes))
-        self.train_dataloader = made.loader
-        return made.loader
+        if isinstance(made, MicrobatchLoader):
+            return made.loader
+        return train_loader(self.run, made, self._collate_fn, self._data_ranks, self._token_bytes)
 
     @cached_property
     def _token_bytes(self) -> Tensor | None:
@@ -461,9 +552,8 @@ class Trainer(SourceNames):
                 self.callbacks.add(scheduler)
 
     def _own_components(self) -> list[Component]:
-        given = self._added
-        if type(self).get_state_components is not Trainer.get_state_components:
-            given = given + [each for each in self.get_state_components() if not isinstance(each, BuiltInComponent)]
+        is_overridden = type(self).get_state_components is not Trainer.get_state_components
+        given = [*self._added, *(self.get_state_components() if is_overridden else ())]
         return own_components(given, self.get_process_groups(), RESERVED, self.run.cpu_group)
 
     def _prepare_evaluation(self) -> bool:

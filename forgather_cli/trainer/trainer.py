@@ -123,8 +123,6 @@ class Loop:
             ),
         )  # fmt: skip
         self._start_over()
-        if objects.load is not None:
-            objects.load(self.run)
         # the ``args`` of events: a script's own object, or a recipe's settings under Hugging Face's names
         self._event_args: Any = script if self.run.is_script else RecipeArguments(config)
         self.callbacks = CallbackList(objects.callbacks)

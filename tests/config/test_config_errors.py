@@ -428,7 +428,6 @@ CONTRADICTIONS = {
     "gradient_accumulation_steps=3": "gradient_accumulation_steps: 3 disagrees with global_batch_size=8",
     "trainer=ddp comm_hook=powersgd post_local_sgd.enabled=true": "post_local_sgd.enabled: excludes comm_hook=powersgd",
     "trainer=ddp post_local_sgd.enabled=true nproc_per_node=4 post_local_sgd.subgroup=3": "4 ranks cannot be divided",
-    "precision=fp8 fp8_dim_alignment=24": "fp8_dim_alignment: float8 kernels need multiples of 16, got 24",
     "trainer=ddp post_local_sgd.period=8": "period: nothing reads it with enabled=false; set post_local_sgd.enabled",
     "trainer=ddp skip_all_reduce_unused_params=true": "nothing reads it with find_unused_parameters=false; set find",
     "load_best_model_at_end=true eval_strategy=no": "load_best_model_at_end: needs evaluations, got eval_strategy=no",

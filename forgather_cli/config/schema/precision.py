@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
+from annotated_types import MultipleOf
+
 from forgather_cli.config.schema.base import PositiveFloat, PositiveInt, Settings, by_type, only_if, settings
 
 QuantizeRecipe = Literal[
@@ -106,13 +108,11 @@ class FP8Settings(_Converting):
 
     type: Literal["fp8"] = "fp8"
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    fp8_dim_alignment: PositiveInt = 16
+    fp8_dim_alignment: Annotated[PositiveInt, MultipleOf(16)] = 16  # of float8 kernels
     emulate: bool | None = None  # null: where the device has no float8
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
-        if self.fp8_dim_alignment % 16:
-            yield f"fp8_dim_alignment: float8 kernels need multiples of 16, got {self.fp8_dim_alignment}; set one"
         if self.emulate is False and config.device == "cpu":
             yield "emulate: device=cpu does not multiply in float8, got false; set emulate=null"
 

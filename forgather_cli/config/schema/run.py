@@ -222,7 +222,13 @@ class Config(RunSettings):
                 yield f"{name}: is empty; name a directory"
         if isinstance(self.resume_from_checkpoint, str) and not self.resume_from_checkpoint.strip():
             yield "resume_from_checkpoint: is empty; name a checkpoint, or set true (the newest) or false"
-        yield from job_id_problems(self.job_id)
+        if self.job_id is not None and not is_name(self.job_id):
+            yield (
+                "job_id: must be at most 100 letters, digits, dots, dashes and underscores, with a letter or digit "
+                f"first, got {self.job_id!r}; set job_id=my-run or the like"
+            )
+        elif self.job_id == "latest":
+            yield "job_id: latest stands for the newest job, got latest; choose another name"
         if self.activation_memory_budget is not None and self.gradient_checkpointing:
             yield (
                 "activation_memory_budget: gradient_checkpointing=true recomputes all of a block already; set one of "
@@ -318,16 +324,6 @@ class Config(RunSettings):
             yield f"{fused}: takes one optimizer, and {kind}; choose optimizer=adamw"
         elif own := [name for name, group in optimizer.groups.items() if group.optimizer is not None]:
             yield f"{fused}: takes one optimizer, optimizer.groups.{own[0]}.optimizer is another; set it to null"
-
-
-def job_id_problems(job_id: str | None) -> Iterator[str]:
-    if job_id is not None and not is_name(job_id):
-        yield (
-            "job_id: must be at most 100 letters, digits, dots, dashes and underscores, with a letter or digit first, "
-            f"got {job_id!r}; set job_id=my-run or the like"
-        )
-    elif job_id == "latest":
-        yield "job_id: latest stands for the newest job, got latest; choose another name"
 
 
 def wrong_device(name: str) -> str | None:
