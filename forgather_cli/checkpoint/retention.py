@@ -69,8 +69,7 @@ def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[Checkpo
 
 
 def better_unsaved(found: Sequence[CheckpointInfo]) -> str:
-    """That the run had a better evaluation than its best checkpoint, by the state of the newest one; else empty. Stands
-    behind the name of the checkpoint.
+    """That the run had a better evaluation than its best checkpoint, by the state of the newest one; else empty.
     """
     best = next((info for info in found if info.best), None)
     if best is None or best.best_by is None:
@@ -78,8 +77,9 @@ def better_unsaved(found: Sequence[CheckpointInfo]) -> str:
     newest = [info for info in found if info.usable][-1]
     state = read_json_object(newest.path / "state.json", CheckpointError).get("components", {}).get("trainer", {})
     value, step = state.get("best_metric"), state.get("best_global_step")
-    is_kept = step in (None, best.step) or value == best.best_by.value(best.metrics)
-    return "" if is_kept else f" (best of those kept; the run's best was {value:.4f} at step {step}, not saved)"
+    if not isinstance(value, float) or step == best.step or value == best.best_by.value(best.metrics):
+        return ""
+    return f"best of those kept; the run's best was {value:.4f} at step {step}, not saved"
 
 
 def best_of(found: Sequence[CheckpointInfo], rule: BestBy, count: int) -> list[CheckpointInfo]:

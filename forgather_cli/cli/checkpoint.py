@@ -103,7 +103,7 @@ def _print_list(found: list[CheckpointInfo]) -> None:
     )
     from forgather_cli.checkpoint.retention import better_unsaved
 
-    rows, styles, best = [], [], better_unsaved(found).strip(" ()") or "best"
+    rows, styles, best = [], [], better_unsaved(found) or "best"
     for info in found:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]
         numbers = ["-" if loss is None else f"{loss:.4f}" for loss in losses]

@@ -123,7 +123,7 @@ def choose(source: Path, options: FinalizeOptions, say: Callable[[str], None]) -
                 "with evaluation (eval_strategy=steps), or leave --best out"
             )
         if better := better_unsaved(list_checkpoints(run)):
-            say(f"{best.path.name}{better}")
+            say(f"{best.path.name}: {better}")
         return _of_adapter(Chosen(Located(best.path / "model", best, run_of(best.path))), options)
     assert options.average is not None
     members = last_checkpoints(run, options.average)

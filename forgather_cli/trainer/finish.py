@@ -79,11 +79,12 @@ def _print_paths(run: RunDir) -> None:
     """Where the run and its checkpoints are, as paths to copy."""
     found = list_checkpoints(run)
     better = better_unsaved(found)
+    note = f" ({better})" if better else ""
     tell(f"\nrun      {shown(run.root)}")
     for info in found[-1:]:
-        tell(f"newest   {_place(info, (better or ' (best)') if info.best else '')}")
+        tell(f"newest   {_place(info, (note or ' (best)') if info.best else '')}")
     for info in (each for each in found[:-1] if each.best):
-        tell(f"best     {_place(info, better)}")
+        tell(f"best     {_place(info, note)}")
 
 
 def _place(info: CheckpointInfo, note: str = "") -> str:

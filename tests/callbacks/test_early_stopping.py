@@ -72,6 +72,7 @@ def test_the_stop_is_told_once_with_metric_and_values(caplog: pytest.LogCaptureF
         (["save_strategy=no"], True),
         (["save_strategy=epoch"], True),
         (["save_steps=1"], False),
+        (["eval_steps=0.3", "save_steps=0.1"], False),
         (["save_strategy=best"], False),
         (["save_strategy=epoch", "eval_strategy=epoch"], False),
     ],
