@@ -69,8 +69,7 @@ def list_checkpoints(run: RunDir, best_by: BestBy | None = None) -> list[Checkpo
 
 
 def better_unsaved(found: Sequence[CheckpointInfo]) -> str:
-    """That the run had a better evaluation than its best checkpoint, by the state of the newest one; else empty.
-    """
+    """That the run had a better evaluation than its best checkpoint, by the state of the newest one; else empty."""
     best = next((info for info in found if info.best), None)
     if best is None or best.best_by is None:
         return ""

@@ -91,9 +91,10 @@ def _files(path: str, search: SearchPath) -> dict[str, Path]:
 
 
 def _about(setting: Setting, files: dict[str, Path]) -> str:
-    """What a setting means."""
-    found = (comment(file, setting.path.partition(".")[2] or setting.path) for file in files.values())
-    return next(filter(None, found), "") or _meaning(setting.annotation)
+    """What a setting means; where nothing says it, what that of which it is a part means."""
+    name = setting.path.partition(".")[2] or setting.path
+    own, above = ([comment(file, key) for file in files.values() if key] for key in (name, name.rpartition(".")[0]))
+    return next(filter(None, [*own, _meaning(setting.annotation), *above]), "")
 
 
 _EDITED = (

@@ -28,7 +28,8 @@ def log_due(args: RunSettings, step: int, total: int) -> bool:
     """True if metrics are logged after optimizer step ``step`` (1-based) of ``total``."""
     if args.logging_strategy != "steps":
         return False
-    return step % in_steps(args.logging_steps, total) == 0 or (step == 1 and args.logging_first_step)
+    every = args.logging_steps if args.logging_steps >= 1 else in_steps(args.logging_steps, total)  # asked in each step
+    return step % every == 0 or (step == 1 and args.logging_first_step)
 
 
 def eval_due(args: RunSettings, step: int, total: int) -> bool:

@@ -39,23 +39,22 @@ _TEMPLATE = " ".join(f"data/test_masks.py::test_{name}" for name in (
     "results_may_be_written_with_the_call_and_tools_with_the_last_question",
     "blocks_where_they_stand_are_those_of_transformers",
     "blocks_that_are_written_elsewhere_are_found_where_transformers_masks_what_is_not_theirs",
-    "what_is_found_nowhere_is_refused_with_both_texts",
     "of_a_prompt_nothing_is_learned_under_all", "a_part_of_another_message_is_not_guessed",
     "keys_that_may_be_marks_are_refused_unless_the_template_reads_them",
-)) + " data/test_chat.py"  # fmt: skip
+)) + " data/test_chat.py data/test_data_refusals.py"  # fmt: skip
 _UL2 = " ".join(f"data/test_ul2.py::test_{name}" for name in (
     "spans_are_those_of_t5", "a_prefix_is_cut_between_a_fifth_and_four_fifths",
     "corruption_is_the_mean_share_after_a_prefix", "examples_of_the_shipped_mixtures_stay_as_they_were",
     "other_shares_are_other_rules", "every_token_of_a_window_is_in_one_example_that_fits",
     "a_window_is_cut_into_the_fewest_pieces_that_fit",
-    "rows_are_full_on_both_sides", "too_few_sentinels_and_too_short_sides_are_said",
-))  # fmt: skip
+    "rows_are_full_on_both_sides",
+)) + " data/test_data_refusals.py"  # fmt: skip
 _TOKENS = "data/test_add_bos.py::test_tokens_from_elsewhere_are_taken_as_they_are_and_that_is_told " + " ".join(
     f"data/test_data_build.py::test_{name}" for name in (
         "documents_end_behind_their_separator_and_evaluation_begins_with_one", "indexes_of_before_are_used_again",
-        "bin_and_npy_read_as_one", "documents_of_token_files", "bad_token_files", "files_that_hold_no_tokens",
+        "bin_and_npy_read_as_one", "documents_of_token_files",
     )
-)  # fmt: skip
+) + " data/test_data_refusals.py"  # fmt: skip
 MODULES: dict[str, tuple[str, ...]] = {
     "data/order.py": ("data/test_order.py", "data"),
     "data/packing.py": ("data/test_packing.py data/test_instruct.py::test_rows_in_turn", "data"),

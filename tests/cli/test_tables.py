@@ -43,7 +43,7 @@ COMMANDS = {  # and what must stand there whole
     "config options trainer": ["Pipeline parallel: every rank holds some of the layers."],
     "config recipes": ["pretrain_1b_accelerate"],
     f"config diff {RUNS[0]} {RUNS[1]}": [*RUNS, "learning_rate", "data.files", "[corpora/second.jsonl]"],
-    "control list": [*JOBS, *RUNS],
+    "control list --all": [*JOBS, *RUNS],
     "runs list outputs": [*RUNS, "3.0000"],
     f"logs slow {RUNS[0]}": ["66.7 %", "eval"],
     "cache list --cache-dir cache": ["files corpora/of/the/department/**/*.jsonl tokenizer bpe of 32,768", "1.23M"],

@@ -114,8 +114,8 @@ def test_jobs_are_all_of_the_registry_as_control_list_shows_them(
         registry.register(entry("gone", pid=2**22 + 1), TOKEN)
         registry.register(entry("foreign", hostname="elsewhere"), TOKEN)
         code, told, _ = ask(served[0].port, "GET", "/jobs")
-        assert document(capsys, "control", "list") == told["jobs"]
-        lines = shown(capsys, "control", "list").splitlines()
+        assert document(capsys, "control", "list", "--all") == told["jobs"]
+        lines = shown(capsys, "control", "list", "--all").splitlines()
     jobs = {job["job_id"]: job for job in told["jobs"]}
     rows = {name: (job["running"], job["state"], job["status"] and job["status"]["step"]) for name, job in jobs.items()}
     assert rows == {

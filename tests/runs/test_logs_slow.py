@@ -48,7 +48,7 @@ def test_training_measures_where_its_time_goes(tmp_path: Path, capsys: pytest.Ca
     assert sum(metrics[kind] for kind in kinds) == pytest.approx(metrics["train_runtime"])
     assert metrics["save_seconds"] > 0
     assert "sync_seconds" not in metrics  # alone
-    shares = re.search("the time went to: .*", capsys.readouterr().out)
+    shares = re.search("the time went to +.*", capsys.readouterr().out)
     assert 95 <= sum(map(int, re.findall(r" (\d+)%", shares[0]))) <= 105
     report = explain(RunDir(tmp_path))
     assert report.times == pytest.approx({kind: metrics[kind] for kind in kinds})
