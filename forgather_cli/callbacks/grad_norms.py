@@ -105,12 +105,13 @@ class GradNormLogger(BuiltIn[GradNormSettings]):
 
 def is_due(every: str | int, args: Any, state: TrainerState) -> bool:
     """True if the optimizer step in progress will, or may, be followed by a record."""
-    step, total = state.global_step + 1, state.max_steps
-    is_last = step == total
+    step = state.global_step + 1
+    is_last = step == state.max_steps
     if isinstance(every, int):
         return step % every == 0
     if every == "log":
-        return args.logging_strategy == "epoch" or is_last or schedule.log_due(args, step, total)
+        return args.logging_strategy == "epoch" or is_last or schedule.log_due(args, step, state.logging_steps)
     saves_evaluate = args.eval_on_save or args.load_best_model_at_end
-    saves = args.save_strategy == "epoch" or is_last or schedule.save_due(args, step, total)
-    return args.eval_strategy == "epoch" or (saves_evaluate and saves) or schedule.eval_due(args, step, total)
+    saves = args.save_strategy == "epoch" or is_last or schedule.save_due(args, step, state.save_steps)
+    evaluates = args.eval_strategy == "epoch" or schedule.eval_due(args, step, state.eval_steps)
+    return evaluates or (saves_evaluate and saves)

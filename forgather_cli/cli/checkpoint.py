@@ -93,6 +93,8 @@ def _of_run(run_dir: Path) -> list[CheckpointInfo]:
 
 
 def _print_list(found: list[CheckpointInfo]) -> None:
+    from forgather_cli.checkpoint.retention import better_unsaved
+
     columns = (
         Col("step", right=True),
         Col("step loss", right=True),
@@ -101,8 +103,6 @@ def _print_list(found: list[CheckpointInfo]) -> None:
         Col("saved", droppable=1),
         Col("note", fold=True),
     )
-    from forgather_cli.checkpoint.retention import better_unsaved
-
     rows, styles, best = [], [], better_unsaved(found) or "best"
     for info in found:
         losses = [info.metrics.get(key) for key in ("loss", "eval_loss")]

@@ -140,10 +140,11 @@ class ConfigBuilder:
             OmegaConf.update(self.cfg, "output_dir", fresh, force_add=True)
         # a file that says both parts of the batch means them, and not the whole of a recipe that it starts from
         names = ("global_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps")
-        whole, *parts = (change.source if (change := self.given.get(name)) else None for name in names)
-        if whole and parts[0] == parts[1] in self.files[self.files.index(whole) + 1 :]:
+        whole, sequences, steps = (change.source if (change := self.given.get(name)) else None for name in names)
+        later = self.files[self.files.index(whole) + 1 :] if whole else []
+        if sequences == steps and steps in later:
             was = f"global_batch_size={self.given.pop(names[0]).value} of {named(whole)}"
-            self.notes.append(f"{was} is left out: {named(parts[0])} gives both its parts")
+            self.notes.append(f"{was} is left out: {named(steps)} gives both its parts")
             OmegaConf.update(self.cfg, names[0], None)
         self._read_accelerate()
         raw = self._raw()

@@ -24,17 +24,16 @@ def shares(args: RunSettings, total: int = 0) -> dict[str, str]:
     }
 
 
-def log_due(args: RunSettings, step: int, total: int) -> bool:
-    """True if metrics are logged after optimizer step ``step`` (1-based) of ``total``."""
+def log_due(args: RunSettings, step: int, every: int) -> bool:
+    """True if metrics are logged after optimizer step ``step`` (1-based); ``every``: ``logging_steps`` in steps."""
     if args.logging_strategy != "steps":
         return False
-    every = args.logging_steps if args.logging_steps >= 1 else in_steps(args.logging_steps, total)  # asked in each step
     return step % every == 0 or (step == 1 and args.logging_first_step)
 
 
-def eval_due(args: RunSettings, step: int, total: int) -> bool:
+def eval_due(args: RunSettings, step: int, every: int) -> bool:
     """True if evaluation is due after ``step``; ``eval_delay`` counts steps here."""
-    return args.eval_strategy == "steps" and step % in_steps(args.eval_steps, total) == 0 and step >= args.eval_delay
+    return args.eval_strategy == "steps" and step % every == 0 and step >= args.eval_delay
 
 
 def eval_due_at_epoch(args: RunSettings, epoch: float) -> bool:
@@ -47,5 +46,5 @@ def evaluates(args: RunSettings) -> bool:
     return args.eval_strategy != "no" or args.eval_on_start or args.eval_on_save or args.load_best_model_at_end
 
 
-def save_due(args: RunSettings, step: int, total: int) -> bool:
-    return args.save_strategy == "steps" and step % in_steps(args.save_steps, total) == 0
+def save_due(args: RunSettings, step: int, every: int) -> bool:
+    return args.save_strategy == "steps" and step % every == 0

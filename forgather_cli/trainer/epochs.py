@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from forgather_cli.callbacks.base import TrainerControl, TrainerState
-from forgather_cli.config.schedule import shares
+from forgather_cli.config.schedule import in_steps, shares
 from forgather_cli.config.schema import RunSettings
 from forgather_cli.data.loaders.collate import Batch, Step
 from forgather_cli.data.loaders.loader import TrainLoader
@@ -171,7 +171,8 @@ class Epochs:
     # --------------------------------------------------------------------------------------------------------- epochs
 
     def update_max_steps(self) -> None:
-        """Set ``state.epoch``, and ``state.max_steps``, the step at which training ends: 0 for when the data end.
+        """Set ``state.epoch``, and ``state.max_steps``, the step at which training ends: 0 for when the data end; and
+        what the steps are of which one logs, evaluates and saves.
 
         ``max_steps`` wins over epochs. A fraction of an epoch is rounded up to whole steps, as in Hugging Face.
         """
@@ -188,6 +189,8 @@ class Epochs:
             state.max_steps = 0 if left else step
         else:
             state.max_steps = step + math.ceil(left * self._steps_per_epoch - 1e-9)
+        steps = (args.logging_steps, args.eval_steps, args.save_steps)
+        state.logging_steps, state.eval_steps, state.save_steps = (in_steps(each, state.max_steps) for each in steps)
 
     def done(self) -> float:
         """Epochs done, with the fraction of the present one where its length is known."""

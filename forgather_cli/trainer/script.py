@@ -552,8 +552,7 @@ class Trainer(Loop):
                 self.callbacks.add(scheduler)
 
     def _own_components(self) -> list[Component]:
-        is_overridden = type(self).get_state_components is not Trainer.get_state_components
-        given = [*self._added, *(self.get_state_components() if is_overridden else ())]
+        given = [*self._added, *self.get_state_components()]
         return own_components(given, self.get_process_groups(), RESERVED, self.run.cpu_group)
 
     def _prepare_evaluation(self) -> bool:

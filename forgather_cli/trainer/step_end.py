@@ -55,11 +55,11 @@ class StepEnd:
         """
         if norm is not None:
             self._newest = (loss, norm)
-        config, control, step = self._run.config, self._run.control, self._run.state.global_step
-        total = self._run.state.max_steps
-        control.should_log |= schedule.log_due(config, step, total)
-        control.should_evaluate |= schedule.eval_due(config, step, total) and self._can_evaluate
-        control.should_save |= schedule.save_due(config, step, total)
+        config, control, state = self._run.config, self._run.control, self._run.state
+        step = state.global_step
+        control.should_log |= schedule.log_due(config, step, state.logging_steps)
+        control.should_evaluate |= schedule.eval_due(config, step, state.eval_steps) and self._can_evaluate
+        control.should_save |= schedule.save_due(config, step, state.save_steps)
         self._run.job.stepped(step)
         self._run.emit("on_step_end")
         self._do_what_is_due()
@@ -159,7 +159,7 @@ class StepEnd:
         self._before = [b + now - was for b, now, was in zip(self._before, self._counts(), counts, strict=True)]
         control = self._run.control
         control.should_log = control.should_evaluate = False
-        control.should_save &= not schedule.save_due(self._run.config, record.from_step, self._run.state.max_steps)
+        control.should_save &= not schedule.save_due(self._run.config, record.from_step, self._run.state.save_steps)
         self._saved_step, self._evaluated_step, self._newest = record.to_step, None, None
 
     def _emit_on_save(self) -> None:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from forgather_cli.callbacks.base import BuiltIn, CallbackList, TrainerControl, TrainerState
 from forgather_cli.config.batch import batch_plan
-from forgather_cli.config.schedule import in_steps
 from forgather_cli.config.schema import Config
 from forgather_cli.data.loaders.collate import Step
 from forgather_cli.data.text.auto_tokenizer import warn_of_other_ids
@@ -244,8 +243,6 @@ class Loop:
         self.checkpoints.trial()
         can_evaluate = self._hooks.prepare_evaluation()
         state.num_train_epochs = config.num_train_epochs
-        steps = (config.logging_steps, config.eval_steps, config.save_steps)
-        state.logging_steps, state.eval_steps, state.save_steps = (in_steps(each, state.max_steps) for each in steps)
         self._step_end = StepEnd(run, self.checkpoints, self._recovery, self._hooks, can_evaluate=can_evaluate)
         for part in strategy.parts:
             part.train()

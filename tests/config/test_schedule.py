@@ -27,9 +27,10 @@ from forgather_cli.config.schema import RunSettings
     ],
 )
 def test_steps_at_which_it_is_due(due: Any, settings: dict[str, Any], steps: list[int]) -> None:
-    assert [
-        step for step in range(1, 8) if due(RunSettings(**settings), step, *[7] * (due is not eval_due_at_epoch))
-    ] == steps
+    args = RunSettings(**settings)
+    names = {log_due: "logging_steps", eval_due: "eval_steps", save_due: "save_steps"}
+    every = [in_steps(getattr(args, names[due]), 7)] if due in names else []
+    assert [step for step in range(1, 8) if due(args, step, *every)] == steps
 
 
 def test_below_1_it_is_the_share_of_the_run_that_transformers_makes_of_it() -> None:
