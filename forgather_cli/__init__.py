@@ -11,84 +11,20 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from forgather_cli.api import Run, compose
-    from forgather_cli.callbacks.base import TrainerCallback, TrainerControl, TrainerState
-    from forgather_cli.checkpoint.components import Sharing
-    from forgather_cli.config.schema import (
-        AdafactorSettings,
-        AdamWSettings,
-        AutoLossSettings,
-        BF16Settings,
-        BF16TrueSettings,
-        ConstantSettings,
-        CosineSettings,
-        CrossEntropySettings,
-        CutCrossEntropySettings,
-        DDPSettings,
-        FP8Settings,
-        FP16Settings,
-        FP32Settings,
-        FSDP2Settings,
-        GroupSettings,
-        InfiniteSettings,
-        InverseSqrtSettings,
-        LigerSettings,
-        LinearCrossEntropySettings,
-        LinearSettings,
-        MuonSettings,
-        PipelineSettings,
-        PostLocalSGD,
-        QATSettings,
-        SGDSettings,
-        SingleSettings,
-        WSDSettings,
-    )
-    from forgather_cli.trainer import Trainer, TrainingArguments, TrainOutput
-    from forgather_cli.trainer.own_components import StateComponent
+if TYPE_CHECKING:  # for type checkers, which take a star and an alias of the same name for public
+    from forgather_cli.api import Run as Run
+    from forgather_cli.api import compose as compose
+    from forgather_cli.callbacks.base import TrainerCallback as TrainerCallback
+    from forgather_cli.callbacks.base import TrainerControl as TrainerControl
+    from forgather_cli.callbacks.base import TrainerState as TrainerState
+    from forgather_cli.checkpoint.components import Sharing as Sharing
+    from forgather_cli.config.schema import *
+    from forgather_cli.trainer import Trainer as Trainer
+    from forgather_cli.trainer import TrainingArguments as TrainingArguments
+    from forgather_cli.trainer import TrainOutput as TrainOutput
+    from forgather_cli.trainer.own_components import StateComponent as StateComponent
 
 __version__ = "0.3.0.dev0"
-
-__all__ = [
-    "AdafactorSettings",
-    "AdamWSettings",
-    "AutoLossSettings",
-    "BF16Settings",
-    "BF16TrueSettings",
-    "ConstantSettings",
-    "CosineSettings",
-    "CrossEntropySettings",
-    "CutCrossEntropySettings",
-    "DDPSettings",
-    "FP8Settings",
-    "FP16Settings",
-    "FP32Settings",
-    "FSDP2Settings",
-    "GroupSettings",
-    "InfiniteSettings",
-    "InverseSqrtSettings",
-    "LigerSettings",
-    "LinearCrossEntropySettings",
-    "LinearSettings",
-    "MuonSettings",
-    "PipelineSettings",
-    "PostLocalSGD",
-    "QATSettings",
-    "Run",
-    "SGDSettings",
-    "Sharing",
-    "SingleSettings",
-    "StateComponent",
-    "TrainOutput",
-    "Trainer",
-    "TrainerCallback",
-    "TrainerControl",
-    "TrainerState",
-    "TrainingArguments",
-    "WSDSettings",
-    "__version__",
-    "compose",
-]  # fmt: skip
 
 _HOMES = {
     "Run": "forgather_cli.api",
@@ -102,19 +38,27 @@ _HOMES = {
     "TrainingArguments": "forgather_cli.trainer",
     "compose": "forgather_cli.api",
 }
-"""Name -> module; the others are settings."""
+"""Name -> module; the others are classes of settings."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
+    if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOMES.get(name, "forgather_cli.config.schema")), name)
+    if name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        schema = vars(import_module("forgather_cli.config.schema"))
+        classes = {key: each for key, each in schema.items() if hasattr(each, "__pydantic_config__")}
+        found = {"__all__": ["__version__", *_HOMES, *classes], **classes}
+        if name not in found:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = found[name]
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__getattr__("__all__")})
 
 
 # ------------------------------------------------------------------------------------------ transformers' Auto classes

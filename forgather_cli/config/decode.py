@@ -19,7 +19,8 @@ from forgather_cli.config.compose import references, resolved, written
 from forgather_cli.config.mistakes import Naming
 from forgather_cli.config.options import GROUPS
 from forgather_cli.config.paths import is_text, walk
-from forgather_cli.config.schema import CallbackSettings, Config, Sampling, Target
+from forgather_cli.config.schema import CallbackSettings, Config, Option, Sampling, Target
+from forgather_cli.config.schema.folders import undecodable
 from forgather_cli.documents.json_and_yaml import has_half
 from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import ConfigError, CutOffError
@@ -98,9 +99,13 @@ def _validated(cls: type[_T], tree: dict[str, Any], naming: Naming, problems: li
 
 @cache
 def _adapter(cls: Any) -> TypeAdapter[Any]:
-    from pydantic import TypeAdapter
+    from pydantic import PydanticUserError, TypeAdapter
 
-    return TypeAdapter(cls)
+    try:
+        return TypeAdapter(cls)
+    except PydanticUserError as error:
+        found = [option for base in Option.bases for option in base.members if option.__module__.endswith(".settings")]
+        raise ConfigError([problem for option in found for problem in undecodable(option)] or str(error)) from error
 
 
 def _without_missing(tree: dict[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ def alternatives(annotation: Any) -> list[Any]:
         return alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
         return [leaf for arg in get_args(annotation) for leaf in alternatives(arg)]
-    return [annotation]
+    return schema.options(annotation)
 
 
 def values(annotation: Any) -> list[str]:

@@ -6,6 +6,7 @@ pydantic, strictly: unknown keys and wrong types are errors. Names are those of 
 
 Every group option has a ``type``, by which its class is found; one with ``_target_`` becomes a ``Target``. Each class
 declares its rules beside its fields (``base.Settings.problems``, ``base.OnlyIf``); ``config/rules.py`` checks them.
+Further options lie in folders of the package (``folders.py``); here they have their names too.
 """
 
 from forgather_cli.config.schema.adapter import *
@@ -15,6 +16,7 @@ from forgather_cli.config.schema.data import *
 from forgather_cli.config.schema.decoder import *
 from forgather_cli.config.schema.diloco import *
 from forgather_cli.config.schema.encoder_decoder import *
+from forgather_cli.config.schema.folders import import_options
 from forgather_cli.config.schema.loss import *
 from forgather_cli.config.schema.model import *
 from forgather_cli.config.schema.optimizer import *
@@ -24,3 +26,5 @@ from forgather_cli.config.schema.run import *
 from forgather_cli.config.schema.sampling import *
 from forgather_cli.config.schema.scheduler import *
 from forgather_cli.config.schema.trainer import *
+
+globals().update({option.__name__: option for option in import_options()})

@@ -6,7 +6,8 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, GetCoreSchemaHandler
@@ -23,7 +24,10 @@ _T = TypeVar("_T")
 def settings(cls: type[_T]) -> type[_T]:
     """A frozen keyword-only dataclass that pydantic decodes without accepting unknown keys."""
     cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
-    return dataclass(frozen=True, kw_only=True)(cls)
+    made = dataclass(frozen=True, kw_only=True)(cls)
+    if issubclass(made, Option) and vars(made).get("type"):
+        made.members.append(made)
+    return made
 
 
 class Settings:
@@ -32,6 +36,39 @@ class Settings:
     def problems(self, config: Any) -> Iterable[str]:
         """Its contradictions with other settings of the ``Config``, each ``name: what is wrong, got X; what to do``."""
         return ()
+
+
+class Option(Settings):
+    """An option of a config group. What builds, prints, plans or explains options asks the object, never its kind.
+
+    Each group has a public base class right below this one; its options are the classes below that which declare a
+    ``type``, in the order in which they are written. Whoever adds one puts it into a ``settings.py`` (CONTRIBUTING.md).
+    """
+
+    bases: ClassVar[list[type[Option]]] = []
+    """The base classes of all groups."""
+    members: ClassVar[list[type[Option]]]
+    """The options of the group."""
+    maker: ClassVar[str] = ""
+    """``module:name`` of what makes it, imported where it is used. The base class says how it is called."""
+
+    type: str
+
+    def __init_subclass__(cls) -> None:
+        if Option in cls.__bases__:
+            cls.members = []
+            Option.bases.append(cls)
+
+    def load_maker(self) -> Any:
+        """What ``maker`` names."""
+        module, _, name = self.maker.partition(":")
+        return getattr(import_module(module), name)
+
+    def arguments(self) -> dict[str, Any]:
+        """What the maker is called with, by name: the fields without ``type`` and those that the base class has."""
+        base = next(cls for cls in Option.bases if isinstance(self, cls))
+        others = {"type", *getattr(base, "__dataclass_fields__", ())}
+        return {name: value for name, value in vars(self).items() if name not in others}
 
 
 @dataclass(frozen=True)
@@ -151,12 +188,17 @@ class Target:
         return {"path": value["_target_"], "kwargs": kwargs, **{key: value[key] for key in own & value.keys()}}
 
 
+def options(kind: Any) -> list[Any]:
+    """The options of a group's base class; of another class itself."""
+    return vars(kind).get("members", [kind]) if isinstance(kind, type) else [kind]
+
+
 class ByType:
     """Annotation of a union of options: which of them a mapping is follows from its ``type`` or ``_target_``."""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         kinds: dict[Any, CoreSchema] = {}
-        for kind in get_args(source) or (source,):
+        for kind in (each for part in get_args(source) or (source,) for each in options(part)):
             schema = handler.generate_schema(kind)
             if issubclass(kind, Target):
                 kinds["_target_"] = no_info_before_validator_function(kind.from_tree, schema)

@@ -1,0 +1,60 @@
+"""Options that lie in folders of the package: each folder with a ``settings.py`` brings those of its groups."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from inspect import getsourcefile, getsourcelines
+from pathlib import Path
+from typing import ClassVar, get_origin, get_type_hints
+
+from forgather_cli.config.schema.base import Option
+from forgather_cli.errors import ConfigError
+
+_PACKAGE = Path(__file__).parents[2]
+
+
+def import_options() -> list[type[Option]]:
+    """Import every ``settings.py``; the options of all groups.
+
+    Raises ConfigError for a field whose type has a name that its file lacks.
+    """
+    for folder, folders, files in os.walk(_PACKAGE):
+        folders[:] = sorted(set(folders) - {"__pycache__"})
+        if "settings.py" in files:
+            parts = Path(folder).relative_to(_PACKAGE.parent).parts
+            import_module(".".join([*parts, "settings"]))
+    found = [option for base in Option.bases for option in base.members]
+    for option in found:
+        if option.__module__.endswith(".settings"):
+            _check_names(option)
+    return found
+
+
+def undecodable(cls: type[Option]) -> Iterator[str]:
+    """The fields of an option that pydantic has no type for."""
+    from pydantic import PydanticUserError, TypeAdapter
+
+    for name, hint in get_type_hints(cls, include_extras=True).items():
+        try:
+            if name in vars(cls)["__annotations__"] and get_origin(hint) is not ClassVar:
+                TypeAdapter(hint)
+        except PydanticUserError as error:
+            yield f"{_field_at(cls, name)}: {str(error).partition('. ')[0]}"
+
+
+def _check_names(cls: type[Option]) -> None:
+    """pydantic (2.14) says of a name that it does not know that the class is not fully defined."""
+    for name, annotation in vars(cls)["__annotations__"].items():
+        field = type(cls.__name__, (), {"__annotations__": {name: annotation}, "__module__": cls.__module__})
+        try:
+            get_type_hints(field)
+        except NameError as error:
+            raise ConfigError(f"{_field_at(cls, name)}: {error}; import it there") from error
+
+
+def _field_at(cls: type, name: str) -> str:
+    lines, first = getsourcelines(cls)
+    line = next((n for n, text in enumerate(lines) if text.strip().startswith(f"{name}:")), 0)
+    return f"{getsourcefile(cls)}:{first + line}: {cls.__name__}.{name}"
