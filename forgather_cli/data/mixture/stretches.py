@@ -1,0 +1,171 @@
+"""``Mixture``: the stretches of a run, each with its settings, and what stands at each position.
+
+The state is the list of stretches. Each opens a ledger at its position: quotas begin at 0 there, so that every prefix
+of the ledger is less than one sequence from its quota, and nothing that stands before it changes. Where a source
+stands in its data at the beginning of a stretch follows from the stretches before it, also where it was not in the
+last of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from forgather_cli.data.mixture.dealing import Dealing
+from forgather_cli.data.mixture.quotas import FOREVER, Quotas
+
+
+@dataclass(frozen=True)
+class Source:
+    samples: int
+    """Sequences of one pass."""
+    max_epochs: int | None = None
+    """Passes, over the whole run; None: no end."""
+    stops: bool = False
+    """Training ends where it ends; else it is dropped."""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    begin: int
+    """Its first position."""
+    sources: Mapping[str, Source]
+    weights: Sequence[tuple[int, Mapping[str, Fraction]]]
+    """(position, weights of all sources) in order: the entries of the schedule. A position may lie before ``begin``: a
+    line goes on where it was. The first's weights hold up to it."""
+
+    def state(self) -> dict[str, Any]:
+        """Plain JSON; ``from_state`` is its inverse."""
+        weights = [[at, {name: str(weight) for name, weight in entry.items()}] for at, entry in self.weights]
+        sources = {name: asdict(source) for name, source in self.sources.items()}
+        return {"begin": self.begin, "sources": sources, "weights": weights}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Stretch:
+        sources = {name: Source(**source) for name, source in state["sources"].items()}
+        return cls(state["begin"], sources, [(at, exact(weights)) for at, weights in state["weights"]])
+
+
+def exact(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]:
+    """Weights as they were typed: 0.1 is 1/10, which no float is."""
+    return {name: Fraction(str(weight)) for name, weight in weights.items()}
+
+
+class _Ledger:
+    """A stretch, and the place of each source at its beginning."""
+
+    def __init__(self, stretch: Stretch, places: Mapping[str, tuple[int, int]]) -> None:
+        """``places``: (pass, index in it) of each source's next sample; a source that has none is new."""
+        self.stretch = stretch
+        self.names = sorted(
+            stretch.sources
+        )  # their order in the settings has no meaning, also where deadlines are equal
+        sources = [stretch.sources[name] for name in self.names]
+        self.samples = np.array([source.samples for source in sources], np.int64)
+        self.firsts = np.zeros(len(sources), np.int64)
+        """Numbers of their next samples: pass times samples of one, and the index."""
+        for i, name in enumerate(self.names):
+            epoch, index = places.get(name, (0, 0))
+            fits = index < sources[i].samples  # else max_samples has become less than what was read of this pass
+            self.firsts[i] = epoch * sources[i].samples + index if fits else (epoch + 1) * sources[i].samples
+        holds = [
+            None if source.max_epochs is None else max(source.max_epochs * source.samples - int(first), 0)
+            for source, first in zip(sources, self.firsts, strict=True)
+        ]
+        entries = [(at - stretch.begin, [weights[name] for name in self.names]) for at, weights in stretch.weights]
+        self.dealing = Dealing(Quotas(entries, holds, [source.stops for source in sources]))
+
+    def places(self, position: int) -> dict[str, tuple[int, int]]:
+        """Of its sources, before the position."""
+        numbers = self.firsts + self.dealing.counts(position - self.stretch.begin)
+        epochs, indices = np.divmod(numbers, self.samples)
+        return dict(zip(self.names, zip(epochs.tolist(), indices.tolist(), strict=True), strict=True))
+
+
+class Mixture:
+    """Which sample of which source stands at each position of a run: a function of its stretches."""
+
+    def __init__(self, stretches: Sequence[Stretch]) -> None:
+        """``stretches``: in order; each holds from its ``begin`` to the next one's."""
+        self.stretches = tuple(stretches)
+        self._ledgers: list[_Ledger] = []
+        for stretch in self.stretches:
+            self._ledgers.append(_Ledger(stretch, self.places(stretch.begin) if self._ledgers else {}))
+        self.names = sorted({name for stretch in self.stretches for name in stretch.sources})
+        """Of all sources there ever were; ``deal`` returns indices into it."""
+        self._ids = [np.array([self.names.index(name) for name in ledger.names], np.int64) for ledger in self._ledgers]
+
+    @property
+    def end(self) -> int | None:
+        """The position at which training ends since its sources have; None where it never does by these."""
+        last = self._ledgers[-1]
+        end = last.dealing.quotas.end
+        return None if end == FOREVER else last.stretch.begin + end
+
+    @property
+    def ends(self) -> list[tuple[int, str]]:
+        """(position, source) of those that end, by the last stretch; known before any of it is dealt."""
+        last = self._ledgers[-1]
+        return [(last.stretch.begin + position, last.names[source]) for position, source in last.dealing.quotas.ends]
+
+    def appended(self, stretch: Stretch) -> Mixture:
+        """With other settings from a position on, and as it was before; later stretches are gone."""
+        return Mixture([*(each for each in self.stretches if each.begin < stretch.begin), stretch])
+
+    def at(self, position: int) -> tuple[str, int, int]:
+        """(source, pass, index in the pass)."""
+        sources, epochs, indices = self.deal(position, position + 1)
+        return self.names[sources[0]], int(epochs[0]), int(indices[0])
+
+    def deal(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(sources, passes, indices in the pass) of positions [begin, end); IndexError for those behind the end."""
+        parts = [(np.empty(0, np.int64),) * 3]
+        for (ledger, stop), ids in zip(self._ledgers_before(end), self._ids, strict=False):
+            dealing, first = ledger.dealing, ledger.stretch.begin
+            while begin < stop:
+                block = dealing.block(begin - first)
+                start, until = first + dealing.border(block), min(stop, first + dealing.border(block + 1))
+                if until <= begin:
+                    raise IndexError(f"the sources of this mixture end before position {begin}")
+                sources, counts = (part[begin - start : until - start] for part in dealing.table(block))
+                epochs, indices = np.divmod(ledger.firsts[sources] + counts, ledger.samples[sources])
+                parts.append((ids[sources], epochs, indices))
+                begin = until
+        sources, epochs, indices = (np.concatenate(column) for column in zip(*parts, strict=True))
+        return sources, epochs, indices
+
+    def counts(self, position: int) -> dict[str, int]:
+        """Sequences of each source before the position, of all stretches."""
+        counts = dict.fromkeys(self.names, 0)
+        for ledger, stop in self._ledgers_before(position):
+            for name, count in zip(ledger.names, ledger.dealing.counts(stop - ledger.stretch.begin), strict=True):
+                counts[name] += int(count)
+        return counts
+
+    def places(self, position: int) -> dict[str, tuple[int, int]]:
+        """(pass, index in it) of each source's next sample; a source that was taken away keeps its place."""
+        places: dict[str, tuple[int, int]] = {}
+        for ledger, stop in self._ledgers_before(position):
+            places |= ledger.places(stop)
+        return places
+
+    def quotas(self, position: int) -> dict[str, Fraction]:
+        """What each source should have had since the stretch began: ``counts`` from there on are less than 1 away."""
+        ledger, _ = self._ledgers_before(position)[-1]
+        values, unit = ledger.dealing.quotas.at(position - ledger.stretch.begin)
+        return {name: Fraction(value, unit) for name, value in zip(ledger.names, values, strict=True)}
+
+    def _ledgers_before(self, position: int) -> list[tuple[_Ledger, int]]:
+        """Those that begin before the position (the first in any case), and where each stops, there at the latest."""
+        stops = [*(ledger.stretch.begin for ledger in self._ledgers[1:]), position]
+        pairs = list(zip(self._ledgers, stops, strict=True))
+        return [
+            (ledger, min(stop, position))
+            for ledger, stop in pairs
+            if ledger is self._ledgers[0] or ledger.stretch.begin < position
+        ]
