@@ -173,15 +173,15 @@ class Dealing:
         kind = np.int64 if max(columns[1]) < _SMALL else object
         at, over_, under_, low_, high_ = (np.array(column, kind) for column in columns[:5])
         piece_of, k = _counted(columns[5])
-        deadlines: NDArray[Any] = at[piece_of] - (low_[piece_of] - (k + 1) * over_[piece_of]) // under_[piece_of]
+        deadlines = at[piece_of] - (low_[piece_of] - (k + 1) * over_[piece_of]) // under_[piece_of]
         piece_of, k = _counted(columns[6])
         k += np.array(columns[7], np.int64)[piece_of]
-        releases: NDArray[Any] = at[piece_of] + (k * over_[piece_of] - high_[piece_of]) // under_[piece_of]
+        releases = at[piece_of] + (k * over_[piece_of] - high_[piece_of]) // under_[piece_of]
         if columns[7][0]:
             releases = np.append(0, releases)
         if after % unit:
             deadlines = np.append(deadlines, end - begin)
-        return releases.astype(np.int64), deadlines.astype(np.int64)
+        return np.asarray(releases, np.int64), np.asarray(deadlines, np.int64)
 
 
 def _counted(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

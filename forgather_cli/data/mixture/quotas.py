@@ -139,7 +139,7 @@ def _staircases(entries: Sequence[tuple[int, Sequence[Fraction]]]) -> list[tuple
     shares = [[weight / sum(weights) for weight in weights] for _, weights in entries]
     common = lcm(*(share.denominator for row in shares for share in row))
     rows = [[int(share * common) for share in row] for row in shares]
-    changes = []
+    changes = [(entries[0][0], rows[0])]  # up to there
     for (begin, first), (end, second) in pairwise(zip([position for position, _ in entries], rows, strict=True)):
         steps = min(STEPS if first != second else 1, end - begin)
         for step in range(steps):

@@ -1,0 +1,229 @@
+"""Quotas and the dealing against their definitions, position by position; every prefix within one of its quota."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import time
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from forgather_cli.data.mixture.dealing import LARGEST_BLOCK, Dealing
+from forgather_cli.data.mixture.quotas import FOREVER, Quotas
+
+Entries = list[tuple[int, list[Fraction]]]
+
+
+@dataclass
+class Case:
+    entries: Entries
+    holds: list[int | None]
+    stops: list[bool]
+    blocks: tuple[int, int]
+    """Small ones: borders are what is hard."""
+
+    def dealing(self) -> Dealing:
+        return Dealing(Quotas(self.entries, self.holds, self.stops), self.blocks)
+
+
+def exactly(*weights: object) -> list[Fraction]:
+    return [Fraction(str(weight)) for weight in weights]
+
+
+def drawn(seed: int) -> Case:
+    rng = random.Random(seed)
+    count = rng.randint(2, 20)
+    least, digits = rng.choice([0, 0, 1]), rng.choice([10, 10, 10**16])
+
+    def weights() -> list[Fraction]:
+        found = [
+            Fraction(rng.randint(least, 4 * digits), digits)
+            if rng.random() < 0.8
+            else Fraction(1, 10 ** rng.randint(1, 6))
+            for _ in range(count)
+        ]
+        return found if any(found) else [Fraction(1)] * count
+
+    position = rng.choice([0, 0, -50, 20])
+    entries = [(position, weights())]
+    for _ in range(rng.randint(0, 4)):
+        position += rng.choice([0, 1, 5, 40, 100, 300])  # a jump, lines shorter and longer than a staircase has steps
+        entries.append((position, weights()))
+    holds = [rng.choice([None, None, None, rng.randint(0, 60)]) for _ in range(count)]
+    stops = [rng.random() < 0.05 for _ in range(count)]
+    return Case(entries, holds, stops, rng.choice([(1, 8), (2, 4), (4, 32), (16, 16), (8, 128)]))
+
+
+def shares_at(position: int, shares: Entries) -> list[Fraction]:
+    """Of one position, by the definition of a line."""
+    found = shares[0][1]
+    for (begin, first), (end, second) in pairwise(shares):
+        if begin <= position < end:
+            steps = min(64, end - begin)
+            step = max(k for k in range(steps) if begin + (end - begin) * k // steps <= position)
+            middle = Fraction(2 * step + 1, 2 * steps)
+            found = [a + (b - a) * middle for a, b in zip(first, second, strict=True)]
+        elif end <= position:
+            found = second
+    return found
+
+
+def quotas_of(case: Case, length: int) -> list[list[Fraction]]:
+    """Before each position; shorter where all ends before."""
+    sources = range(len(case.holds))
+    quotas = [[Fraction(0)] * len(sources)]
+    entries = [(at, [weight / sum(weights) for weight in weights]) for at, weights in case.entries]
+    while len(quotas) <= length:
+        before = quotas[-1]
+        rests = [FOREVER if held is None else held - quota for held, quota in zip(case.holds, before, strict=True)]
+        shares = shares_at(len(quotas) - 1, entries)
+        open_ = {i for i in sources if rests[i] and shares[i]}
+        if not open_ or any(case.stops[i] and not rests[i] for i in sources):
+            break
+        gains = [Fraction(0)] * len(sources)
+        while open_ and (left := 1 - sum(gains)):
+            total = sum(shares[i] for i in open_)
+            full = {i for i in open_ if left * shares[i] / total >= rests[i]}
+            for i in full or open_:
+                gains[i] = Fraction(rests[i]) if full else left * shares[i] / total
+            open_ = open_ - full if full else set()
+        if left := 1 - sum(gains):  # only sequences that others have begun are left
+            lacks = [-before[i] % 1 if rests[i] and not gains[i] else Fraction(0) for i in sources]
+            gains = [gain + left * lack / sum(lacks) for gain, lack in zip(gains, lacks, strict=True)]
+        quotas.append([quota + gain for quota, gain in zip(before, gains, strict=True)])
+    return quotas
+
+
+def check(case: Case, length: int) -> None:
+    dealing = case.dealing()
+    quotas = quotas_of(case, length)
+    end = len(quotas) - 1
+    assert dealing.quotas.end == end if end < length else dealing.quotas.end >= length
+    for position, row in enumerate(quotas):
+        values, unit = dealing.quotas.at(position)
+        assert [Fraction(value, unit) for value in values] == row
+    walked: list[tuple[int, int]] = []
+    counts = [0] * len(case.holds)
+    block = 0
+    while (begin := dealing.border(block)) < end:
+        stop = dealing.border(block + 1)
+        assert dealing.block(begin) == dealing.block(stop - 1) == block
+        assert dealing.counts_at(block) == counts
+        walked += zip(*(part.tolist() for part in dealing.table(block)), strict=True)
+        if stop <= end:
+            assert walked[begin:] == earliest_first(quotas[: stop + 1], begin, counts, dealing.counts_at(block + 1))
+        for position, (source, number) in enumerate(walked[begin:end], begin):
+            assert number == counts[source]  # in order, none twice, none left out
+            counts[source] += 1
+            values, unit = dealing.quotas.at(position + 1)
+            assert all(abs(count * unit - value) < unit for count, value in zip(counts, values, strict=True)), position
+        block += 1
+    assert dealing.counts(end).tolist() == counts
+    for position, source in dealing.quotas.ends:
+        if position <= end:
+            assert dealing.counts(position)[source] == case.holds[source]
+    for position in random.Random(end).sample(range(end), min(end, 5)):  # without a walk there
+        other = case.dealing()
+        block = other.block(position)
+        assert tuple(part[position - other.border(block)] for part in other.table(block)) == walked[position]
+
+
+def earliest_first(
+    quotas: list[list[Fraction]], begin: int, firsts: list[int], lasts: list[int]
+) -> list[tuple[int, int]]:
+    """A block that ends with ``quotas``, by the definitions of release and deadline."""
+    whole = [[math.floor(quota) for quota in row] for row in quotas]
+    begun = [[math.ceil(quota) for quota in row] for row in quotas]
+    counts, dealt = [*firsts], []
+    for position in range(begin, len(quotas) - 1):
+        due = []
+        for source, count in enumerate(counts):
+            if count < min(lasts[source], begun[position + 1][source]):
+                later = (t for t in range(position + 1, len(quotas)) if whole[t][source] > count)
+                due.append((next(later, len(quotas) - 1), source))
+        _, source = min(due)
+        dealt.append((source, counts[source]))
+        counts[source] += 1
+    return dealt
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_every_prefix_is_within_one_of_its_quota(seed: int) -> None:
+    check(drawn(seed), 160)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(100, 1000))
+def test_more_of_these(seed: int) -> None:
+    check(drawn(seed), 1000)
+
+
+def worst(weights: list[Fraction], dealt: list[Fraction], length: int) -> float:
+    """The largest distance from the quotas of ``weights`` at the prefixes of what is dealt by others."""
+    count = len(weights)
+    dealing = Dealing(Quotas([(0, dealt)], [None] * count, [False] * count))
+    blocks = range(dealing.block(length - 1) + 1)
+    sources = np.concatenate([dealing.table(block)[0] for block in blocks])[:length]
+    unit = math.lcm(*(weight.denominator for weight in weights))
+    wholes = [int(weight * unit) for weight in weights]
+    total, places = sum(wholes), np.arange(1, length + 1)
+    return max(
+        int(np.abs(np.cumsum(sources == i) * total - places * whole).max()) / total for i, whole in enumerate(wholes)
+    )
+
+
+FEW = exactly(0.7, 0.2, 0.07, 0.03)
+FIFTEEN = exactly(*(round(0.01 * 1.35**k, 3) for k in range(15)))
+RARE = exactly(1, 1e-6, 1e-6, 0.5)
+
+
+@pytest.mark.parametrize("weights", [FEW, FIFTEEN, RARE], ids=["few", "fifteen", "rare"])
+def test_200_000_sequences_stay_within_one(weights: list[Fraction]) -> None:
+    assert worst(weights, weights, 200_000) < 1
+    rounded = [Fraction(round(weight / sum(weights) * 1024), 1024) for weight in weights]  # the measure sees a drift
+    assert worst(weights, [weight or Fraction(1, 1024) for weight in rounded], 200_000) > 10
+
+
+def test_weights_are_taken_as_typed() -> None:
+    """Of a float the digits that were typed, and numbers that no machine integer holds, anywhere in a run."""
+    assert Quotas([(0, exactly(0.1, 0.2, 0.7))], [None] * 3, [False] * 3).at(10) == ([10, 20, 70], 10)
+    weights = exactly("0.12345678901234567", "0.98765432109876543", "3.1415926535897932", 1e-9)
+    dealing = Dealing(Quotas([(0, weights)], [None] * 4, [False] * 4))
+    for position in (1, 5000, 10**12 + 7):
+        quotas = [position * weight / sum(weights) for weight in weights]
+        assert all(abs(int(count) - quota) < 1 for count, quota in zip(dealing.counts(position), quotas, strict=True))
+
+
+def test_a_block_takes_little_time_wherever_it_is() -> None:
+    """Also behind begun sequences of sources without a weight since, which tie each border to the one before."""
+    weights = [Fraction(1, 20 + i) for i in range(20)]
+    fewer = [weight if i < 10 else Fraction(0) for i, weight in enumerate(weights)]
+    dealing = Dealing(Quotas([(0, weights), (1001, weights), (1001, fewer)], [None] * 20, [False] * 20))
+    start = time.process_time()
+    dealing.table(0)
+    assert time.process_time() - start < 0.1  # a run does not begin by dealing what it reads hours later
+    block = dealing.block(10**9)
+    assert dealing.border(block + 1) - dealing.border(block) == LARGEST_BLOCK <= 1 << 20
+    start = time.process_time()
+    dealing.table(block)
+    assert time.process_time() - start < 1.0
+    start = time.process_time()
+    dealing.table(block + 1)
+    assert time.process_time() - start < 0.5
+
+
+def test_dealings_stay_as_they_were() -> None:
+    """Runs of versions before go on by a position."""
+    line = [(0, FEW), (5000, FEW[::-1]), (5000, exactly(0, 1, 0, 2))]
+    dealings = [
+        Dealing(Quotas([(0, FEW)], [None] * 4, [False] * 4)),
+        Dealing(Quotas(line, [None, 900, 1500, None], [False] * 4)),
+        Dealing(Quotas([(0, FIFTEEN)], [10**6] * 15, [False] * 15)),
+    ]
+    found = [dealing.table(block)[0].tolist() for dealing in dealings for block in (0, 1, 4)]
+    assert hashlib.sha256(str(found).encode()).hexdigest()[:32] == "0cdc715eb3289803fdf5fadfb81d0409"
