@@ -1,41 +1,42 @@
-"""Dealing: whole sequences by quotas, with every count less than one away from its quota before every position.
+"""Dealing: whole sequences by quotas; before every position the count of each source is less than one from its quota.
 
-Copy j of a source, its j-th sequence, may stand from the position on in which its quota begins to pass j - 1, its
-release, and must stand before its deadline, the first position at which the quota has reached j. A dealing that keeps
-to that has dealt, before any position, between the quota rounded down and the quota rounded up of each source, which
-is the bound. Each position gets the released copy with the earliest deadline (Tijdeman, "The chairman assignment
-problem", Discrete Mathematics 32, 1980: less than one away, however many sources there are and however their shares
-change).
+**Windows.** Copy j of a source is its j-th sequence. It may be dealt from its release on, the position in which the
+quota begins to pass j - 1, and must be dealt before its deadline, the first position at which the quota has reached
+j. Whoever keeps to these windows has dealt, before any position, at least each quota rounded down and at most each
+quota rounded up: that is the bound. Every position gets, of the copies that are released, the one with the earliest
+deadline, of equal ones the first source's (R. Tijdeman, "The chairman assignment problem", Discrete Mathematics 32,
+1980).
 
-**Why it works**, with staircases and ends alike: quotas (quotas.py) never fall, and add up to the position. The
-copies whose windows, from release to deadline, lie in [s, t) gain all of their sequence there, so they are at most t
-- s. For unit jobs with windows this is all it takes for the earliest deadline first to keep every deadline (Hall's
-condition, on intervals). And no position stays empty: before p + 1, copies have been released as many as the quotas
-rounded up add up to, at least p + 1. Deadlines must come from the quotas that follow: those that the present weights
-would give break the bound.
+**Why no deadline is missed.** Quotas (quotas.py) never fall and add up to the position. Nothing else is used, so that
+it holds for staircases and ends too. A copy is gained, from 0 to 1, within its window. So copies whose windows lie in
+[s, t) are at most t - s; and for jobs of one position each, this is all it takes for the earliest deadline first to
+miss none (Hall's condition; for windows it need only be asked of intervals). No position is left over: the copies
+released before p + 1 are the quotas at p + 1, rounded up, together at least p + 1. Deadlines are those of the quotas
+that follow; with those that the present weights promise the bound breaks.
 
-**Blocks.** A position far away is found without a walk: positions are cut into blocks, the counts at a block's border
-are each quota rounded up or down, and a block is dealt when it is entered, as a problem of its own with windows cut
-at its borders. At border b, copies have begun: a share f of each is gained, 0 < f < 1. Those that are dealt before b
-(u = 1, else u = 0; as many as all f add up to) must leave what is to be dealt on both sides enough room. With the
-border before at a:
-  1. For any t, over the copies with deadlines up to t, sum(f - u) <= 0. So copies due in (b, t] are at most t - b:
-     they gain their sequences there, but for the f gained before, and those with u = 1 are done.
-  2. For any s > a, over the copies released from s on, sum(u) <= sum(f) rounded up. So copies that can only stand in
-     [s, b) are fewer than b - s + 1.
-  3. A copy that was dealt before a has been dealt before b.
-Such u exist. Take 1 for copies dealt before a; of others that had begun at a, f, but from those with the latest
-deadlines on less by what the former have too much, which (1.) at a allows, since f only grows; and f for those begun
-since. These fractions fulfil all three. Sums over sets of which each contains the next can be made whole, rounded up,
-with u of 0 and 1; and to take copies by their deadlines, each where 2. and 3. let it, takes from all sets of earliest
-deadlines as many as can be, at least as many as those fractions. By 3. a border depends on the one before, but only
-where a copy has begun before that: weights of less than one in a block. Else it is rounded by itself; and where it is
-not, a chain of borders is, which needs no dealing.
+**Blocks.** So that no position needs a walk to it, positions are cut into blocks. At a border each count is the quota
+rounded up or down, and a block is dealt when it is entered, a problem of its own with windows cut at its borders. Let
+b be a border and a the one before. Of the copies that have begun at b, a share f of each is gained, 0 < f < 1; u is 1
+for those that are to be dealt before b, else 0; sum(u) = sum(f), a whole number. Hall's condition holds on both sides
+if
+  1. over the copies due at t or before, for any t, sum(u) >= sum(f). Then copies to be dealt in [b, t) are at most t
+     - b: they are gained there, but for f, and the copies with u = 1 are not among them;
+  2. over the copies released at s or later, for any s, sum(u) <= sum(f) rounded up, without copies dealt before a.
+     Then copies to be dealt in [s, b) are fewer than b - s + 1, if s > a;
+  3. a copy that was dealt before a has u = 1.
+To find u, copies are taken by their deadlines, each where 2. allows it, behind those of 3. This meets 1.: Consider
+fractions v in place of u, 1 for copies of 3. and f for all others, less what copies of 3. have more than their f,
+taken off those others that had begun at a, latest deadlines first. There is that much, and v meets 1., since 1. held
+at a and f has only grown; it meets 2. and 3. by its making. The sets of 2. are nested, so that whole numbers can do
+what fractions can: for any t some u has, over the copies due at t or before, at least sum(v); and taking by deadlines
+(which is greedy in a matroid) gets the most that is possible for every t.
+
+By 3. a border needs the one before it if a copy has begun before that, as with weights of less than one in a block.
+Then a chain of borders is rounded, without dealing what lies between them; all other borders stand for themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from heapq import heappop, heappush, heappushpop
 from itertools import accumulate, pairwise
 from math import gcd
@@ -106,26 +107,25 @@ class Dealing:
         chain = []
         number = block
         while number not in self._borders:
-            border, since = self.border(number), self.border(max(number - 1, 0))
-            whole, begun, unit = self._begun(border)
-            chain.append((number, since, whole, begun, unit))
-            if all(copy.release >= since for copy in begun):
+            whole, begun, unit = self._begun(self.border(number))
+            chain.append((number, whole, begun, unit))
+            if all(copy.release >= self.border(number - 1) for copy in begun):
                 break
             number -= 1
-        for number, since, whole, begun, unit in reversed(chain):
-            self._borders[number] = _round(whole, begun, unit, since, self._borders.get(number - 1, whole))
+        for number, whole, begun, unit in reversed(chain):
+            self._borders[number] = _round(whole, begun, unit, self._borders.get(number - 1, whole))
         return self._borders[block]
 
     def _begun(self, position: int) -> tuple[list[int], list[_Copy], int]:
         """Complete copies of each source before the position, those that have begun, the unit of their shares."""
         values, unit = self.quotas.at(position)
-        begun = []
-        for source, value in enumerate(values):
-            count, share = divmod(value, unit)
-            if share:
-                release, deadline = self.quotas.release(source, count), self.quotas.deadline(source, count + 1)
-                begun.append(_Copy(deadline, release, source, share))
-        return [value // unit for value in values], begun, unit
+        whole = [value // unit for value in values]
+        begun = [
+            _Copy(self.quotas.deadline(source, count + 1), self.quotas.release(source, count), source, value % unit)
+            for source, (value, count) in enumerate(zip(values, whole, strict=True))
+            if value % unit
+        ]
+        return whole, begun, unit
 
     def _deal(self, block: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
         begin, end = self.border(block), self.border(block + 1)
@@ -154,62 +154,38 @@ class Dealing:
         """Releases and deadlines of the copies with a share in [begin, end), counted from begin and cut at both."""
         pieces = self.quotas.pieces[self.quotas.find(begin) : self.quotas.find(end - 1) + 1]
         starts = [begin, *(piece.begin for piece in pieces[1:]), end]
-        rows = []
+        releases: list[NDArray[Any]] = []
+        deadlines: list[NDArray[Any]] = []
         for piece, (start, stop) in zip(pieces, pairwise(starts), strict=True):
             rate, unit = piece.rates[source], piece.unit
             value = piece.values[source] + rate * (start - piece.begin)
             after = value + rate * (stop - start)
-            share, common = value % unit, gcd(rate, unit)
-            # Copy k from here on is complete after (k * over - share / unit) / under positions, where only share / unit
-            # may be no whole number: rounded as the quotient is, it changes nothing.
-            over, under, share = (unit // common, rate // common, share * unit // common) if rate else (0, 1, 0)
-            low, high = share // unit, -(-share // unit)
-            if stop - start == 1:  # released in the position and due behind it, where sources end with large numbers
-                over, under, low, high = 0, 1, -1, 0
-            due = after // unit - value // unit
-            free = -(-after // unit) + (-value // unit)
-            rows.append((start - begin, over, under, low, high, due, free, int(value % unit > 0)))
-        columns = list(zip(*rows, strict=True))
-        kind = np.int64 if max(columns[1]) < _SMALL else object
-        at, over_, under_, low_, high_ = (np.array(column, kind) for column in columns[:5])
-        piece_of, k = _counted(columns[5])
-        deadlines = at[piece_of] - (low_[piece_of] - (k + 1) * over_[piece_of]) // under_[piece_of]
-        piece_of, k = _counted(columns[6])
-        k += np.array(columns[7], np.int64)[piece_of]
-        releases = at[piece_of] + (k * over_[piece_of] - high_[piece_of]) // under_[piece_of]
-        if columns[7][0]:
-            releases = np.append(0, releases)
-        if after % unit:
-            deadlines = np.append(deadlines, end - begin)
-        return np.asarray(releases, np.int64), np.asarray(deadlines, np.int64)
+            if start == begin:
+                releases.append(np.zeros(int(value % unit > 0), np.int64))
+            if rate:
+                # The quota has reached k more whole copies (k * over - share) / under positions behind the start; only
+                # share may be no whole number, and rounded as the quotient is it changes nothing.
+                over, under = unit // gcd(rate, unit), rate // gcd(rate, unit)
+                low, high = value % unit * over // unit, -(-(value % unit) * over // unit)
+                kind = np.int64 if over < _SMALL else object
+                k = np.arange(1, after // unit - value // unit + 1).astype(kind)
+                deadlines.append(start - begin - (low - k * over) // under)
+                k = np.arange(-(-value // unit), -(-after // unit)).astype(kind) - value // unit
+                releases.append(start - begin + (k * over - high) // under)
+        deadlines.append(np.full(int(after % unit > 0), end - begin))
+        return np.concatenate(releases).astype(np.int64), np.concatenate(deadlines).astype(np.int64)
 
 
-def _counted(counts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(i, k): k from 0 below ``counts[i]``, for each i in turn."""
-    each = np.repeat(np.arange(len(counts)), counts)
-    return each, np.arange(len(each)) - (np.cumsum(counts) - counts)[each]
-
-
-def _round(whole: list[int], begun: list[_Copy], unit: int, since: int, before: list[int]) -> list[int]:
-    """The counts at a border: of the copies that have begun, those are dealt that the module's three conditions leave.
-
-    ``since``: the border before; ``before``: the counts there, which matter only where copies had begun there.
-    """
+def _round(whole: list[int], begun: list[_Copy], unit: int, before: list[int]) -> list[int]:
+    """The counts at a border, of complete copies and some of those begun. ``before``: those at the border before."""
     counts = [max(pair) for pair in zip(whole, before, strict=True)]
     missing = sum(copy.share for copy in begun) // unit + sum(whole) - sum(counts)
-    newest = sorted((copy for copy in begun if copy.release > since), key=lambda copy: -copy.release)
+    newest = sorted(begun, key=lambda copy: -copy.release)
     rooms = [-(-share // unit) for share in accumulate(copy.share for copy in newest)]  # of the i + 1 newest
     for copy in sorted(begun):  # by deadline
-        if not missing:
-            break
-        if counts[copy.source] > whole[copy.source]:
-            continue
-        if copy in newest:
-            sets = range(newest.index(copy), len(newest))
-            if not all(rooms[i] for i in sets):
-                continue
-            for i in sets:
-                rooms[i] -= 1
-        counts[copy.source] += 1
-        missing -= 1
+        first = newest.index(copy)
+        if missing and counts[copy.source] == whole[copy.source] and all(rooms[first:]):
+            rooms[first:] = [room - 1 for room in rooms[first:]]
+            counts[copy.source] += 1
+            missing -= 1
     return counts

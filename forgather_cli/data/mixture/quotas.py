@@ -21,20 +21,25 @@ from collections.abc import Sequence
 from fractions import Fraction
 from itertools import pairwise
 from math import gcd, lcm
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 FOREVER = 1 << 62
 """No run gets to this position."""
 STEPS = 64
 """Of the staircase that a line is. Like all rules here it is format: it says which sample stands where."""
+Integers = NDArray[Any]
+"""Python's own, of any size, one for each source."""
 
 
 class Piece(NamedTuple):
-    """From ``begin`` on, source i has had ``(values[i] + rates[i] * (position - begin)) / unit``."""
+    """From ``begin`` on, quotas are ``(values + rates * (position - begin)) / unit``."""
 
     begin: int
-    values: list[int]
-    rates: list[int]
+    values: Integers
+    rates: Integers
     """They add up to ``unit``."""
     unit: int
 
@@ -52,8 +57,9 @@ class Quotas:
         self.ends: list[tuple[int, int]] = []
         """(position, source), of all that end."""
         self.end = FOREVER
-        self.num_sources = len(holds)
-        self._build(_staircases(entries), holds, stops)
+        self._num_sources = len(holds)
+        held = np.array([2 * FOREVER if each is None else each for each in holds], object)
+        self._build(_staircases(entries), held, np.array(stops, bool))
         self._begins = [piece.begin for piece in self.pieces]
 
     def find(self, position: int) -> int:
@@ -63,87 +69,74 @@ class Quotas:
     def at(self, position: int) -> tuple[list[int], int]:
         """(numerators, denominator)."""
         if not position:
-            return [0] * self.num_sources, 1
+            return [0] * self._num_sources, 1
         begin, values, rates, unit = self.pieces[self.find(position)]
-        return [value + rate * (position - begin) for value, rate in zip(values, rates, strict=True)], unit
+        return (values + rates * (position - begin)).tolist(), unit
 
     def release(self, source: int, count: int) -> int:
         """The position in which the quota, which does so, begins to pass ``count``."""
         index = bisect_left(self.pieces, True, key=lambda piece: piece.values[source] > count * piece.unit) - 1
         begin, values, rates, unit = self.pieces[index]
-        return begin + (count * unit - values[source]) // rates[source]
+        return int(begin + (count * unit - values[source]) // rates[source])
 
     def deadline(self, source: int, count: int) -> int:
         """The first position before which the quota has reached ``count``; where it never does, one behind the end."""
         index = bisect_left(self.pieces, True, key=lambda piece: piece.values[source] >= count * piece.unit) - 1
         begin, values, rates, unit = self.pieces[index]
-        return begin - (values[source] - count * unit) // rates[source] if rates[source] else FOREVER
+        return int(begin - (values[source] - count * unit) // rates[source]) if rates[source] else FOREVER
 
-    def _build(self, changes: list[tuple[int, list[int]]], holds: Sequence[int | None], stops: Sequence[bool]) -> None:
-        position, values, unit = 0, [0] * len(holds), 1
-        ended = {source for source, held in enumerate(holds) if held == 0}
-        for (_, weights), (until, _) in pairwise([*changes, (FOREVER, [])]):
+    def _build(self, changes: list[tuple[int, Integers]], held: Integers, stops: NDArray[np.bool_]) -> None:
+        position, values, unit = 0, held * 0, 1
+        ended = held == 0
+        for (_, weights), until in zip(changes, [*(begin for begin, _ in changes[1:]), FOREVER], strict=True):
             while position < until:
-                rates = [0 if source in ended else weight for source, weight in enumerate(weights)]
-                if not any(rates) or any(stops[source] for source in ended):
+                rates = weights * ~ended
+                if not rates.any() or (stops & ended).any():
                     self.end = position
                     return
-                common = gcd(*rates)
-                total = sum(rates) // common
-                unit, before = lcm(unit, total), unit
-                values = [value * (unit // before) for value in values]
-                rates = [rate // common * (unit // total) for rate in rates]
-                lasts = [  # up to where it ends
-                    -((value - held * unit) // rate)
-                    for held, value, rate in zip(holds, values, rates, strict=True)
-                    if held is not None and rate
-                ]
-                steady = min([until - position, *(last - 1 for last in lasts)])
+                total = rates.sum()
+                unit, before = lcm(unit, total // gcd(*rates)), unit
+                values, rates = values * (unit // before), rates * unit // total
+                lasts = [-(-rest // rate) for rest, rate in zip(held * unit - values, rates, strict=True) if rate]
+                steady = min(until - position, min(lasts) - 1)  # up to the position in which the first of them ends
                 if steady:
                     self.pieces.append(Piece(position, values, rates, unit))
-                    values = [value + rate * steady for value, rate in zip(values, rates, strict=True)]
-                    position += steady
+                    values, position = values + rates * steady, position + steady
                 if position < until:
-                    values, rates, unit = _last_position(values, rates, unit, holds)
+                    values, rates, unit = _last_position(values, rates, unit, held)
                     self.pieces.append(Piece(position, values, rates, unit))
-                    values = [value + rate for value, rate in zip(values, rates, strict=True)]
-                    position += 1
-                    full = {i for i, held in enumerate(holds) if held is not None and values[i] == held * unit}
-                    self.ends += [(position, source) for source in sorted(full - ended)]
-                    ended |= full
+                    values, position = values + rates, position + 1
+                    full = values == held * unit
+                    self.ends += [(position, int(source)) for source in np.flatnonzero(full & ~ended)]
+                    ended = full
 
 
-def _last_position(
-    values: list[int], rates: list[int], unit: int, holds: Sequence[int | None]
-) -> tuple[list[int], list[int], int]:
+def _last_position(values: Integers, rates: Integers, unit: int, held: Integers) -> tuple[Integers, Integers, int]:
     """Values, rates and unit of a position in which sources end: these get what they have left."""
-    rests = {source: held * unit - values[source] for source, held in enumerate(holds) if held is not None}
-    ending: dict[int, int] = {}
+    rests = held * unit - values
+    ending = held < 0
     while True:
-        left = unit - sum(ending.values())
-        weights = {source: rate for source, rate in enumerate(rates) if rate and source not in ending}
-        if left and not weights:  # what the others have begun before their weights became 0 is made whole
-            weights = {i: -value % unit for i, value in enumerate(values) if value % unit and i not in ending}
-        common = gcd(*weights.values())
-        total = sum(weights.values()) // common if weights else 1
-        weights = {source: weight // common for source, weight in weights.items()}
-        more = {i: rests[i] for i, weight in weights.items() if i in rests and weight * left >= rests[i] * total}
-        if not more:
-            rates = [ending.get(i, 0) * total + weights.get(i, 0) * left for i in range(len(rates))]
-            return [value * total for value in values], rates, unit * total
+        left = unit - (rests * ending).sum()
+        weights = rates * ~ending
+        if left and not weights.any():  # what others have begun before their weights became 0 is made whole
+            weights = -values % unit * ~ending
+        weights = weights // (gcd(*weights) or 1)
+        total = weights.sum() or 1
+        more = (weights > 0) & (weights * left >= rests * total)
+        if not more.any():
+            return values * total, rests * ending * total + weights * left, unit * total
         ending |= more
 
 
-def _staircases(entries: Sequence[tuple[int, Sequence[Fraction]]]) -> list[tuple[int, list[int]]]:
+def _staircases(entries: Sequence[tuple[int, Sequence[Fraction]]]) -> list[tuple[int, Integers]]:
     """(position, weights from there on, as whole numbers)."""
-    shares = [[weight / sum(weights) for weight in weights] for _, weights in entries]
+    shares = [np.array(weights, object) / sum(weights) for _, weights in entries]
     common = lcm(*(share.denominator for row in shares for share in row))
-    rows = [[int(share * common) for share in row] for row in shares]
+    rows = [np.array([int(share * common) for share in row], object) for row in shares]
     changes = [(entries[0][0], rows[0])]  # up to there
-    for (begin, first), (end, second) in pairwise(zip([position for position, _ in entries], rows, strict=True)):
-        steps = min(STEPS if first != second else 1, end - begin)
+    for ((begin, _), first), ((end, _), second) in pairwise(zip(entries, rows, strict=True)):
+        steps = min(STEPS if (first != second).any() else 1, end - begin)
         for step in range(steps):
-            ahead, behind = 2 * steps - 2 * step - 1, 2 * step + 1  # in halves of a step, from its middle
-            weights = [a * ahead + b * behind for a, b in zip(first, second, strict=True)]
-            changes.append((begin + (end - begin) * step // steps, weights))
+            middle = 2 * step + 1  # in halves of a step
+            changes.append((begin + (end - begin) * step // steps, first * (2 * steps - middle) + second * middle))
     return [*changes, (entries[-1][0], rows[-1])]

@@ -62,21 +62,21 @@ class _Ledger:
     def __init__(self, stretch: Stretch, places: Mapping[str, tuple[int, int]]) -> None:
         """``places``: (pass, index in it) of each source's next sample; a source that has none is new."""
         self.stretch = stretch
-        self.names = sorted(
-            stretch.sources
-        )  # their order in the settings has no meaning, also where deadlines are equal
+        self.names = sorted(stretch.sources)  # the first of equal deadlines does not depend on the order of settings
         sources = [stretch.sources[name] for name in self.names]
-        self.samples = np.array([source.samples for source in sources], np.int64)
-        self.firsts = np.zeros(len(sources), np.int64)
-        """Numbers of their next samples: pass times samples of one, and the index."""
-        for i, name in enumerate(self.names):
+        firsts = []
+        for name, source in zip(self.names, sources, strict=True):
             epoch, index = places.get(name, (0, 0))
-            fits = index < sources[i].samples  # else max_samples has become less than what was read of this pass
-            self.firsts[i] = epoch * sources[i].samples + index if fits else (epoch + 1) * sources[i].samples
+            if index >= source.samples:  # max_samples has become less than what was read of this pass
+                epoch, index = epoch + 1, 0
+            firsts.append(epoch * source.samples + index)
         holds = [
-            None if source.max_epochs is None else max(source.max_epochs * source.samples - int(first), 0)
-            for source, first in zip(sources, self.firsts, strict=True)
+            None if source.max_epochs is None else max(source.max_epochs * source.samples - first, 0)
+            for source, first in zip(sources, firsts, strict=True)
         ]
+        self.samples = np.array([source.samples for source in sources], np.int64)
+        self.firsts = np.array(firsts, np.int64)
+        """Numbers of their next sequences: pass times samples of one, and the index."""
         entries = [(at - stretch.begin, [weights[name] for name in self.names]) for at, weights in stretch.weights]
         self.dealing = Dealing(Quotas(entries, holds, [source.stops for source in sources]))
 
@@ -125,7 +125,7 @@ class Mixture:
     def deal(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """(sources, passes, indices in the pass) of positions [begin, end); IndexError for those behind the end."""
         parts = [(np.empty(0, np.int64),) * 3]
-        for (ledger, stop), ids in zip(self._ledgers_before(end), self._ids, strict=False):
+        for (ledger, stop), ids in zip(self._ledgers_to(end), self._ids, strict=False):
             dealing, first = ledger.dealing, ledger.stretch.begin
             while begin < stop:
                 block = dealing.block(begin - first)
@@ -142,7 +142,7 @@ class Mixture:
     def counts(self, position: int) -> dict[str, int]:
         """Sequences of each source before the position, of all stretches."""
         counts = dict.fromkeys(self.names, 0)
-        for ledger, stop in self._ledgers_before(position):
+        for ledger, stop in self._ledgers_to(position):
             for name, count in zip(ledger.names, ledger.dealing.counts(stop - ledger.stretch.begin), strict=True):
                 counts[name] += int(count)
         return counts
@@ -150,22 +150,18 @@ class Mixture:
     def places(self, position: int) -> dict[str, tuple[int, int]]:
         """(pass, index in it) of each source's next sample; a source that was taken away keeps its place."""
         places: dict[str, tuple[int, int]] = {}
-        for ledger, stop in self._ledgers_before(position):
+        for ledger, stop in self._ledgers_to(position):
             places |= ledger.places(stop)
         return places
 
     def quotas(self, position: int) -> dict[str, Fraction]:
-        """What each source should have had since the stretch began: ``counts`` from there on are less than 1 away."""
-        ledger, _ = self._ledgers_before(position)[-1]
+        """What each source should have had since its stretch began: ``counts`` since then are less than 1 away."""
+        ledger, _ = self._ledgers_to(position)[-1]
         values, unit = ledger.dealing.quotas.at(position - ledger.stretch.begin)
         return {name: Fraction(value, unit) for name, value in zip(ledger.names, values, strict=True)}
 
-    def _ledgers_before(self, position: int) -> list[tuple[_Ledger, int]]:
-        """Those that begin before the position (the first in any case), and where each stops, there at the latest."""
+    def _ledgers_to(self, position: int) -> list[tuple[_Ledger, int]]:
+        """Those that begin up to the position, and where each stops, there at the latest."""
         stops = [*(ledger.stretch.begin for ledger in self._ledgers[1:]), position]
-        pairs = list(zip(self._ledgers, stops, strict=True))
-        return [
-            (ledger, min(stop, position))
-            for ledger, stop in pairs
-            if ledger is self._ledgers[0] or ledger.stretch.begin < position
-        ]
+        pairs = zip(self._ledgers, stops, strict=True)
+        return [(ledger, min(stop, position)) for ledger, stop in pairs if ledger.stretch.begin <= position]

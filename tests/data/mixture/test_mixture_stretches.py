@@ -33,9 +33,11 @@ def check_ledgers(mixture: Mixture, end: int) -> None:
     begins = [each.begin for each in mixture.stretches]
     counts = dict.fromkeys(mixture.names, 0)
     for position, (name, *_) in enumerate(found, 1):
-        counts[name] += 1
         if position - 1 in begins:
-            opened = {**counts, name: counts[name] - 1}
+            opened = dict(counts)
+        counts[name] += 1
+        if position in begins:
+            continue  # already the next ledger's, at 0
         for source, quota in mixture.quotas(position).items():
             assert abs(counts[source] - opened[source] - quota) < 1
     assert mixture.counts(end) == counts
@@ -112,7 +114,9 @@ def test_a_resume_changes_nothing_before_it() -> None:
     weights = {"prose": 0.1, "code": 0.1, "notes": 0.1, "more": 0.7}
     mixture = mixture.appended(stretch(333, more, (333, weights)))
     assert dealt(mixture, 400)[:333] == kept
-    assert mixture.places(333) == Mixture([stretch(0, SOURCES, (0, WEIGHTS))]).places(333)
+    assert mixture.places(333) == {**Mixture([stretch(0, SOURCES, (0, WEIGHTS))]).places(333), "more": (0, 0)}
+    twice = mixture.appended(stretch(333, SOURCES, (0, WEIGHTS)))
+    assert [each.begin for each in twice.stretches] == [0, 333]
     own = [place for name, *place in dealt(mixture, 500) if name == "more"]
     assert own[:41] == [[*divmod(i, 40)] for i in range(41)]  # it starts at its beginning
     away = {"code": CODE, "more": more["more"]}
