@@ -48,7 +48,7 @@ from numpy.typing import NDArray
 from forgather_cli.data.mixture.quotas import Quotas
 
 FIRST_BLOCK, LARGEST_BLOCK = 1 << 12, 1 << 18
-"""Blocks end at FIRST_BLOCK times 1, 2, 4, ... up to LARGEST_BLOCK, then at its multiples. This is format."""
+"""Borders are these and the powers of two between them, then the multiples of the largest. They are format."""
 _SMALL = 1 << 62 - 19  # what times a block's length is below 2**62
 
 
@@ -67,54 +67,49 @@ class Dealing:
     def __init__(self, quotas: Quotas, blocks: tuple[int, int] = (FIRST_BLOCK, LARGEST_BLOCK)) -> None:
         self.quotas = quotas
         self._first, self._largest = blocks
-        self._doublings = (self._largest // self._first).bit_length() - 1
         self._borders: dict[int, list[int]] = {}
         self._tables: dict[int, tuple[NDArray[Any], NDArray[np.int64]]] = {}
 
-    def block(self, position: int) -> int:
-        """The number of the block that position lies in."""
-        if position < self._largest:
-            return (position // self._first).bit_length()
-        return self._doublings + position // self._largest
+    def start(self, position: int) -> int:
+        """Where the block begins that the position lies in."""
+        if position < self._first:
+            return 0
+        return 1 << position.bit_length() - 1 if position < self._largest else position - position % self._largest
 
-    def border(self, block: int) -> int:
-        """Where it begins; for the last, behind it, where the quotas end."""
-        if block > self._doublings:
-            begin = (block - self._doublings) * self._largest
-        else:
-            begin = self._first << block >> 1 if block else 0
-        return min(begin, self.quotas.end)
+    def stop(self, start: int) -> int:
+        """Where the block ends that begins there."""
+        return min(start + max(self._first, min(start, self._largest)), self.quotas.end)
 
-    def table(self, block: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """(sources, numbers of their sequences from 0) of the block's positions."""
-        if block not in self._tables:
+    def table(self, start: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """(sources, numbers of their sequences from 0) of the positions of the block that begins there."""
+        if start not in self._tables:
             kept = list(self._tables.items())[-1:]  # the one before: who reads ahead and who looks back share a Dealing
-            self._tables = dict([*kept, (block, self._deal(block))])
-        return self._tables[block]
+            self._tables = dict([*kept, (start, self._deal(start))])
+        return self._tables[start]
 
     def counts(self, position: int) -> NDArray[np.int64]:
         """Sequences of each source before the position."""
         position = min(position, self.quotas.end)
-        block = self.block(position)
-        begin = self.border(block)
-        counts = np.array(self.counts_at(block), np.int64)
-        if position > begin:
-            counts += np.bincount(self.table(block)[0][: position - begin], minlength=len(counts))
+        start = self.start(position)
+        counts = np.array(self.counts_at(start), np.int64)
+        if position > start:
+            counts += np.bincount(self.table(start)[0][: position - start], minlength=len(counts))
         return counts
 
-    def counts_at(self, block: int) -> list[int]:
-        """Sequences of each source before the block."""
+    def counts_at(self, border: int) -> list[int]:
+        """Sequences of each source before a border."""
         chain = []
-        number = block
-        while number not in self._borders:
-            whole, begun, unit = self._begun(self.border(number))
-            chain.append((number, whole, begun, unit))
-            if all(copy.release >= self.border(number - 1) for copy in begun):
+        each = border
+        while each not in self._borders:
+            before = self.start(each - 1) if each else 0
+            whole, begun, unit = self._begun(each)
+            chain.append((each, before, whole, begun, unit))
+            if all(copy.release >= before for copy in begun):
                 break
-            number -= 1
-        for number, whole, begun, unit in reversed(chain):
-            self._borders[number] = _round(whole, begun, unit, self._borders.get(number - 1, whole))
-        return self._borders[block]
+            each = before
+        for each, before, whole, begun, unit in reversed(chain):
+            self._borders[each] = _round(whole, begun, unit, self._borders.get(before, whole))
+        return self._borders[border]
 
     def _begun(self, position: int) -> tuple[list[int], list[_Copy], int]:
         """Complete copies of each source before the position, those that have begun, the unit of their shares."""
@@ -127,9 +122,9 @@ class Dealing:
         ]
         return whole, begun, unit
 
-    def _deal(self, block: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        begin, end = self.border(block), self.border(block + 1)
-        firsts, lasts = self.counts_at(block), self.counts_at(block + 1)
+    def _deal(self, begin: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        end = self.stop(begin)
+        firsts, lasts = self.counts_at(begin), self.counts_at(end)
         values, unit = self.quotas.at(begin)
         releases, keys = [], []
         for source, (first, last) in enumerate(zip(firsts, lasts, strict=True)):
@@ -152,13 +147,13 @@ class Dealing:
 
     def _windows(self, source: int, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Releases and deadlines of the copies with a share in [begin, end), counted from begin and cut at both."""
-        pieces = self.quotas.pieces[self.quotas.find(begin) : self.quotas.find(end - 1) + 1]
-        starts = [begin, *(piece.begin for piece in pieces[1:]), end]
+        segments = self.quotas.segments[self.quotas.find(begin) : self.quotas.find(end - 1) + 1]
+        starts = [begin, *(segment.begin for segment in segments[1:]), end]
         releases: list[NDArray[Any]] = []
         deadlines: list[NDArray[Any]] = []
-        for piece, (start, stop) in zip(pieces, pairwise(starts), strict=True):
-            rate, unit = piece.rates[source], piece.unit
-            value = piece.values[source] + rate * (start - piece.begin)
+        for segment, (start, stop) in zip(segments, pairwise(starts), strict=True):
+            rate, unit = segment.rates[source], segment.unit
+            value = segment.values[source] + rate * (start - segment.begin)
             after = value + rate * (stop - start)
             if start == begin:
                 releases.append(np.zeros(int(value % unit > 0), np.int64))

@@ -34,7 +34,7 @@ Integers = NDArray[Any]
 """Python's own, of any size, one for each source."""
 
 
-class Piece(NamedTuple):
+class Segment(NamedTuple):
     """From ``begin`` on, quotas are ``(values + rates * (position - begin)) / unit``."""
 
     begin: int
@@ -53,36 +53,36 @@ class Quotas:
         """``entries``: (position, weights) in order; positions may lie before 0, two equal ones are a jump. The first's
         weights hold from the beginning on, the last's for ever. ``holds``: sequences of each source; None: no end.
         """
-        self.pieces: list[Piece] = []
+        self.segments: list[Segment] = []
         self.ends: list[tuple[int, int]] = []
         """(position, source), of all that end."""
         self.end = FOREVER
         self._num_sources = len(holds)
         held = np.array([2 * FOREVER if each is None else each for each in holds], object)
         self._build(_staircases(entries), held, np.array(stops, bool))
-        self._begins = [piece.begin for piece in self.pieces]
+        self._begins = [segment.begin for segment in self.segments]
 
     def find(self, position: int) -> int:
-        """The index of the piece that position lies in."""
+        """The index of the segment that position lies in."""
         return bisect_right(self._begins, position) - 1
 
     def at(self, position: int) -> tuple[list[int], int]:
         """(numerators, denominator)."""
         if not position:
             return [0] * self._num_sources, 1
-        begin, values, rates, unit = self.pieces[self.find(position)]
+        begin, values, rates, unit = self.segments[self.find(position)]
         return (values + rates * (position - begin)).tolist(), unit
 
     def release(self, source: int, count: int) -> int:
         """The position in which the quota, which does so, begins to pass ``count``."""
-        index = bisect_left(self.pieces, True, key=lambda piece: piece.values[source] > count * piece.unit) - 1
-        begin, values, rates, unit = self.pieces[index]
+        index = bisect_left(self.segments, True, key=lambda segment: segment.values[source] > count * segment.unit) - 1
+        begin, values, rates, unit = self.segments[index]
         return int(begin + (count * unit - values[source]) // rates[source])
 
     def deadline(self, source: int, count: int) -> int:
         """The first position before which the quota has reached ``count``; where it never does, one behind the end."""
-        index = bisect_left(self.pieces, True, key=lambda piece: piece.values[source] >= count * piece.unit) - 1
-        begin, values, rates, unit = self.pieces[index]
+        index = bisect_left(self.segments, True, key=lambda segment: segment.values[source] >= count * segment.unit) - 1
+        begin, values, rates, unit = self.segments[index]
         return int(begin - (values[source] - count * unit) // rates[source]) if rates[source] else FOREVER
 
     def _build(self, changes: list[tuple[int, Integers]], held: Integers, stops: NDArray[np.bool_]) -> None:
@@ -100,11 +100,11 @@ class Quotas:
                 lasts = [-(-rest // rate) for rest, rate in zip(held * unit - values, rates, strict=True) if rate]
                 steady = min(until - position, min(lasts) - 1)  # up to the position in which the first of them ends
                 if steady:
-                    self.pieces.append(Piece(position, values, rates, unit))
+                    self.segments.append(Segment(position, values, rates, unit))
                     values, position = values + rates * steady, position + steady
                 if position < until:
                     values, rates, unit = _last_position(values, rates, unit, held)
-                    self.pieces.append(Piece(position, values, rates, unit))
+                    self.segments.append(Segment(position, values, rates, unit))
                     values, position = values + rates, position + 1
                     full = values == held * unit
                     self.ends += [(position, int(source)) for source in np.flatnonzero(full & ~ended)]

@@ -21,7 +21,9 @@ from forgather_cli.data.mixture.quotas import FOREVER, Quotas
 
 
 @dataclass(frozen=True)
-class Source:
+class Supply:
+    """What a source has to give."""
+
     samples: int
     """Sequences of one pass."""
     max_epochs: int | None = None
@@ -34,7 +36,7 @@ class Source:
 class Stretch:
     begin: int
     """Its first position."""
-    sources: Mapping[str, Source]
+    sources: Mapping[str, Supply]
     weights: Sequence[tuple[int, Mapping[str, Fraction]]]
     """(position, weights of all sources) in order: the entries of the schedule. A position may lie before ``begin``: a
     line goes on where it was. The first's weights hold up to it."""
@@ -47,7 +49,7 @@ class Stretch:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Stretch:
-        sources = {name: Source(**source) for name, source in state["sources"].items()}
+        sources = {name: Supply(**source) for name, source in state["sources"].items()}
         return cls(state["begin"], sources, [(at, exact(weights)) for at, weights in state["weights"]])
 
 
@@ -128,11 +130,11 @@ class Mixture:
         for (ledger, stop), ids in zip(self._ledgers_to(end), self._ids, strict=False):
             dealing, first = ledger.dealing, ledger.stretch.begin
             while begin < stop:
-                block = dealing.block(begin - first)
-                start, until = first + dealing.border(block), min(stop, first + dealing.border(block + 1))
+                start = dealing.start(begin - first)
+                until = min(stop, first + dealing.stop(start))
                 if until <= begin:
                     raise IndexError(f"the sources of this mixture end before position {begin}")
-                sources, counts = (part[begin - start : until - start] for part in dealing.table(block))
+                sources, counts = (part[begin - first - start : until - first - start] for part in dealing.table(start))
                 epochs, indices = np.divmod(ledger.firsts[sources] + counts, ledger.samples[sources])
                 parts.append((ids[sources], epochs, indices))
                 begin = until

@@ -109,28 +109,28 @@ def check(case: Case, length: int) -> None:
         assert [Fraction(value, unit) for value in values] == row
     walked: list[tuple[int, int]] = []
     counts = [0] * len(case.holds)
-    block = 0
-    while (begin := dealing.border(block)) < end:
-        stop = dealing.border(block + 1)
-        assert dealing.block(begin) == dealing.block(stop - 1) == block
-        assert dealing.counts_at(block) == counts
-        walked += zip(*(part.tolist() for part in dealing.table(block)), strict=True)
+    begin = 0
+    while begin < end:
+        stop = dealing.stop(begin)
+        assert dealing.start(begin) == dealing.start(stop - 1) == begin
+        assert dealing.counts_at(begin) == counts
+        walked += zip(*(part.tolist() for part in dealing.table(begin)), strict=True)
         if stop <= end:
-            assert walked[begin:] == earliest_first(quotas[: stop + 1], begin, counts, dealing.counts_at(block + 1))
+            assert walked[begin:] == earliest_first(quotas[: stop + 1], begin, counts, dealing.counts_at(stop))
         for position, (source, number) in enumerate(walked[begin:end], begin):
             assert number == counts[source]  # in order, none twice, none left out
             counts[source] += 1
             values, unit = dealing.quotas.at(position + 1)
             assert all(abs(count * unit - value) < unit for count, value in zip(counts, values, strict=True)), position
-        block += 1
+        begin = stop
     assert dealing.counts(end).tolist() == counts
     for position, source in dealing.quotas.ends:
         if position <= end:
             assert dealing.counts(position)[source] == case.holds[source]
     for position in random.Random(end).sample(range(end), min(end, 5)):  # without a walk there
         other = case.dealing()
-        block = other.block(position)
-        assert tuple(part[position - other.border(block)] for part in other.table(block)) == walked[position]
+        start = other.start(position)
+        assert tuple(part[position - start] for part in other.table(start)) == walked[position]
 
 
 def earliest_first(
@@ -163,12 +163,37 @@ def test_more_of_these(seed: int) -> None:
     check(drawn(seed), 1000)
 
 
+def test_two_sources_end_in_one_position() -> None:
+    """The second only by what the first leaves to it."""
+    quotas = Quotas([(0, exactly(0.49, 0.3, 0.21))], [1, 1, None], [False] * 3)
+    assert quotas.ends == [(3, 0), (3, 1)]
+    values, unit = quotas.at(3)
+    assert values == [unit] * 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_borders_are_found_from_anywhere(seed: int) -> None:
+    """With sources whose sequences take many blocks, so that each border is tied to the one before."""
+    rng = random.Random(seed)
+    weights = [[Fraction(rng.choice([1, 2, 3, 60]), rng.randint(1, 9)) for _ in range(12)] for _ in range(3)]
+    case = Case([(0, weights[0]), (90, weights[1]), (110, weights[2])], [None] * 12, [False] * 12, (2, 4))
+    check(case, 160)
+    dealing = case.dealing()
+    border = 0
+    while border < 200:  # forwards, each from what is known of the one before
+        assert Dealing(dealing.quotas, case.blocks).counts_at(border) == dealing.counts_at(border)
+        border = dealing.stop(border)
+
+
 def worst(weights: list[Fraction], dealt: list[Fraction], length: int) -> float:
     """The largest distance from the quotas of ``weights`` at the prefixes of what is dealt by others."""
     count = len(weights)
     dealing = Dealing(Quotas([(0, dealt)], [None] * count, [False] * count))
-    blocks = range(dealing.block(length - 1) + 1)
-    sources = np.concatenate([dealing.table(block)[0] for block in blocks])[:length]
+    parts, begin = [], 0
+    while begin < length:
+        parts.append(dealing.table(begin)[0])
+        begin = dealing.stop(begin)
+    sources = np.concatenate(parts)[:length]
     unit = math.lcm(*(weight.denominator for weight in weights))
     wholes = [int(weight * unit) for weight in weights]
     total, places = sum(wholes), np.arange(1, length + 1)
@@ -207,13 +232,13 @@ def test_a_block_takes_little_time_wherever_it_is() -> None:
     start = time.process_time()
     dealing.table(0)
     assert time.process_time() - start < 0.1  # a run does not begin by dealing what it reads hours later
-    block = dealing.block(10**9)
-    assert dealing.border(block + 1) - dealing.border(block) == LARGEST_BLOCK <= 1 << 20
+    far = dealing.start(10**9)
+    assert dealing.stop(far) - far == LARGEST_BLOCK <= 1 << 20
     start = time.process_time()
-    dealing.table(block)
+    dealing.table(far)
     assert time.process_time() - start < 1.0
     start = time.process_time()
-    dealing.table(block + 1)
+    dealing.table(dealing.stop(far))
     assert time.process_time() - start < 0.5
 
 
@@ -225,5 +250,5 @@ def test_dealings_stay_as_they_were() -> None:
         Dealing(Quotas(line, [None, 900, 1500, None], [False] * 4)),
         Dealing(Quotas([(0, FIFTEEN)], [10**6] * 15, [False] * 15)),
     ]
-    found = [dealing.table(block)[0].tolist() for dealing in dealings for block in (0, 1, 4)]
+    found = [dealing.table(start)[0].tolist() for dealing in dealings for start in (0, 1 << 12, 1 << 15)]
     assert hashlib.sha256(str(found).encode()).hexdigest()[:32] == "0cdc715eb3289803fdf5fadfb81d0409"

@@ -10,14 +10,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from forgather_cli.data.mixture.stretches import Mixture, Source, Stretch, exact
+from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply, exact
 
-PROSE, CODE, NOTES = Source(1000), Source(70, max_epochs=4), Source(90)
+PROSE, CODE, NOTES = Supply(1000), Supply(70, max_epochs=4), Supply(90)
 SOURCES = {"prose": PROSE, "code": CODE, "notes": NOTES}
 WEIGHTS = {"prose": 0.6, "code": 0.3, "notes": 0.1}
 
 
-def stretch(begin: int, sources: Mapping[str, Source], *weights: tuple[int, Mapping[str, float]]) -> Stretch:
+def stretch(begin: int, sources: Mapping[str, Supply], *weights: tuple[int, Mapping[str, float]]) -> Stretch:
     return Stretch(begin, sources, [(at, exact(entry)) for at, entry in weights])
 
 
@@ -69,7 +69,7 @@ def test_as_typed() -> None:
 
 def test_a_line_has_its_mean() -> None:
     """Over all of it, as the staircase has the line's middles."""
-    sources = {"a": Source(10), "b": Source(10)}
+    sources = {"a": Supply(10), "b": Supply(10)}
     line = (stretch(0, sources, (0, {"a": 1, "b": 3}), (640, {"a": 60, "b": 20})),)  # sums do not matter
     assert Mixture(line).quotas(640) == {"a": 320, "b": 320}
     first = Mixture(line).quotas(10)
@@ -77,19 +77,19 @@ def test_a_line_has_its_mean() -> None:
 
 
 def test_ends_are_known_and_training_ends_where_it_should() -> None:
-    stopping = {"a": Source(30, max_epochs=2, stops=True), "b": Source(1000)}
+    stopping = {"a": Supply(30, max_epochs=2, stops=True), "b": Supply(1000)}
     mixture = Mixture([stretch(0, stopping, (0, {"a": 1, "b": 2}))])
     assert mixture.end == 180
     assert mixture.ends == [(180, "a")]
     assert mixture.counts(180) == {"a": 60, "b": 120} == mixture.counts(200)
     with pytest.raises(IndexError, match="before position 180"):
         mixture.deal(170, 190)
-    everything = {"a": Source(30, max_epochs=1), "b": Source(17, max_epochs=2), "c": Source(5, max_epochs=3)}
+    everything = {"a": Supply(30, max_epochs=1), "b": Supply(17, max_epochs=2), "c": Supply(5, max_epochs=3)}
     mixture = Mixture([stretch(0, everything, (0, {"a": 30, "b": 17, "c": 5}))])
     assert mixture.end == 79
     assert [name for _, name in mixture.ends] == ["a", "b", "c"]
     assert mixture.counts(79) == {"a": 30, "b": 34, "c": 15}
-    at_once = {name: Source(source.samples, max_epochs=1) for name, source in everything.items()}
+    at_once = {name: Supply(source.samples, max_epochs=1) for name, source in everything.items()}
     mixture = Mixture([stretch(0, at_once, (0, {"a": 30, "b": 17, "c": 5}))])  # no weight typed: as many as each has
     assert mixture.ends == [(52, "a"), (52, "b"), (52, "c")]
     assert sorted(dealt(mixture, 52)) == [
@@ -101,7 +101,7 @@ def test_ends_are_known_and_training_ends_where_it_should() -> None:
 
 def test_what_is_left_without_a_weight_ends_the_training() -> None:
     """A source whose turn is over has a begun sequence, which is made whole for the last of the other."""
-    sources = {"a": Source(10, max_epochs=1), "b": Source(100)}
+    sources = {"a": Supply(10, max_epochs=1), "b": Supply(100)}
     mixture = Mixture([stretch(0, sources, (0, {"a": 1, "b": 2}), (4, {"a": 1, "b": 2}), (4, {"a": 1, "b": 0}))])
     assert mixture.end == 13
     assert mixture.counts(13) == {"a": 10, "b": 3}
@@ -110,7 +110,7 @@ def test_what_is_left_without_a_weight_ends_the_training() -> None:
 def test_a_resume_changes_nothing_before_it() -> None:
     mixture = Mixture([stretch(0, SOURCES, (0, WEIGHTS))])
     kept = dealt(mixture, 333)
-    more = {**SOURCES, "more": Source(40)}
+    more = {**SOURCES, "more": Supply(40)}
     weights = {"prose": 0.1, "code": 0.1, "notes": 0.1, "more": 0.7}
     mixture = mixture.appended(stretch(333, more, (333, weights)))
     assert dealt(mixture, 400)[:333] == kept
@@ -137,7 +137,7 @@ def test_a_resume_changes_nothing_before_it() -> None:
 
 def test_a_line_goes_on_where_it_was() -> None:
     line = ((0, WEIGHTS), (1000, {"prose": 0.1, "code": 0.1, "notes": 0.8}))
-    unended = {name: Source(source.samples) for name, source in SOURCES.items()}
+    unended = {name: Supply(source.samples) for name, source in SOURCES.items()}
     whole = Mixture([stretch(0, unended, *line)])
     resumed = whole.appended(stretch(437, unended, *line))
     for position in (450, 700, 1300):
@@ -146,20 +146,20 @@ def test_a_line_goes_on_where_it_was() -> None:
 
 
 def test_the_rest_of_max_epochs_is_left_to_a_resume() -> None:
-    sources = {"a": Source(50, max_epochs=2), "b": Source(1000)}
+    sources = {"a": Supply(50, max_epochs=2), "b": Supply(1000)}
     mixture = Mixture([stretch(0, sources, (0, {"a": 1, "b": 1}))])
     mixture = mixture.appended(stretch(101, sources, (101, {"a": 4, "b": 1})))
     [(end, _)] = mixture.ends
     assert mixture.counts(end)["a"] == 100
-    mixture = mixture.appended(stretch(end + 7, {**sources, "a": Source(50, max_epochs=3)}, (0, {"a": 4, "b": 1})))
+    mixture = mixture.appended(stretch(end + 7, {**sources, "a": Supply(50, max_epochs=3)}, (0, {"a": 4, "b": 1})))
     assert mixture.counts(5000)["a"] == 150
-    assert mixture.appended(stretch(300, {**sources, "a": Source(50, 2, stops=True)}, (0, {"a": 4, "b": 1}))).end == 300
+    assert mixture.appended(stretch(300, {**sources, "a": Supply(50, 2, stops=True)}, (0, {"a": 4, "b": 1}))).end == 300
 
 
 def test_another_number_of_samples_keeps_the_place_in_the_pass() -> None:
     def place(position: int, before: int, after: int) -> tuple[int, int]:
-        mixture = Mixture([stretch(0, {"a": Source(before)}, (0, {"a": 1}))])
-        return mixture.appended(stretch(position, {"a": Source(after)}, (0, {"a": 1}))).at(position)[1:]
+        mixture = Mixture([stretch(0, {"a": Supply(before)}, (0, {"a": 1}))])
+        return mixture.appended(stretch(position, {"a": Supply(after)}, (0, {"a": 1}))).at(position)[1:]
 
     assert place(130, 50, 40) == (2, 30)
     assert place(145, 50, 40) == (3, 0)  # of this pass all 40 were read
@@ -184,8 +184,8 @@ def test_a_seek_equals_a_walk(seed: int) -> None:
     mixture = Mixture([])
     for begin in (0, 3000, 3100, 9000):
         own = rng.sample(names, rng.randint(1, len(names)))
-        sources = {name: Source(rng.randint(1, 900), rng.choice([None, None, 2])) for name in own}
-        sources[own[0]] = Source(77)
+        sources = {name: Supply(rng.randint(1, 900), rng.choice([None, None, 2])) for name in own}
+        sources[own[0]] = Supply(77)
         entries = [(begin + at, {name: rng.randint(1, 99) / 100 for name in own}) for at in (-100, 50, 50, 2000)]
         mixture = mixture.appended(stretch(begin, sources, *entries))
     check_ledgers(mixture, 12_000)
