@@ -68,6 +68,7 @@ class Quotas:
 
     def at(self, position: int) -> tuple[list[int], int]:
         """(numerators, denominator)."""
+        position = min(position, self.end)
         if not position:
             return [0] * self._num_sources, 1
         begin, values, rates, unit = self.segments[self.find(position)]

@@ -81,7 +81,8 @@ def test_ends_are_known_and_training_ends_where_it_should() -> None:
     mixture = Mixture([stretch(0, stopping, (0, {"a": 1, "b": 2}))])
     assert mixture.end == 180
     assert mixture.ends == [(180, "a")]
-    assert mixture.counts(180) == {"a": 60, "b": 120} == mixture.counts(200)
+    for position in (180, 200):
+        assert mixture.counts(position) == mixture.quotas(position) == {"a": 60, "b": 120}
     with pytest.raises(IndexError, match="before position 180"):
         mixture.deal(170, 190)
     everything = {"a": Supply(30, max_epochs=1), "b": Supply(17, max_epochs=2), "c": Supply(5, max_epochs=3)}
