@@ -150,6 +150,7 @@ def _assign_group(
         served.setdefault(trained_by.type, (trained_by, []))[1].append((parameter_name, parameter))
     for kind, (trained_by, members) in sorted(served.items(), key=lambda item: item[0] != option.type):
         full_name = f"{name}.{kind}" if option.brings_another else name
+        # fused is chosen where the parameters are, and no setting of a group
         settings = common | {key: value for key, value in trained_by.arguments().items() if key != "fused"}
         yield Assignment(full_name, name, kind, option, trained_by, settings, members)
 

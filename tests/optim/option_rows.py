@@ -1,4 +1,4 @@
-"""What shipped optimizers and schedules are held against: one row for each, or more, which the tests of all of them read."""
+"""What shipped optimizers and schedules are held against: a row for each, or more; all tests of them read these."""
 
 from __future__ import annotations
 

@@ -214,6 +214,8 @@ def group(regex: str = "x", optimizer: OptimizerOption | None = None, **settings
         (AdamWSettings(groups=group(lr=1.0, lr_scale=2.0)), r"mine.settings: lr and lr_scale exclude each other"),
         (MuonSettings(groups=group(nesterov=1)), r"mine.settings.nesterov: must be true or false, got 1"),
         (MuonSettings(groups=group(ns_steps=0)), r"mine.settings.ns_steps: must be a positive whole number, got 0"),
+        (MuonSettings(groups=group(momentum_warmup_steps=-1)), r"warmup_steps: must be a whole number, at least 0"),
+        (AdamWSettings(groups=group(betas=[0.9, 0.95, 0.99])), r"mine.settings.betas: must be two numbers"),
         (MuonSettings(groups=group(adjust_lr="big")), r"mine.settings.adjust_lr: must be one of original, match"),
         (AdafactorSettings(groups=group(beta2_decay=0.8)), r"mine.settings.beta2_decay: must be a number, at most 0"),
         (AdamWSettings(groups={"default": GroupSettings(regex="x")}), r"groups.default: this name stands for"),

@@ -272,13 +272,14 @@ def _value_problem(key: str, value: Any, option: OptimizerSettings) -> str | Non
     elif isinstance(known[key], bool):
         good, wanted = isinstance(value, bool), "true or false"
     elif isinstance(known[key], tuple):
-        good = isinstance(value, (list, tuple)) and len(value) == 2 and all(_is_number(v) and 0 <= v < 1 for v in value)
-        wanted = "two numbers from 0 up to below 1"
+        numbers, n = value if isinstance(value, (list, tuple)) else (), len(known[key])
+        good = len(numbers) == n and all(_is_number(v) and 0 <= v < 1 for v in numbers)
+        wanted = f"{'two' if n == 2 else n} numbers from 0 up to below 1"
     elif isinstance(known[key], int) and get_type_hints(kind, include_extras=True)[key] == Count:
         good, wanted = isinstance(value, int) and value >= 0, "a whole number, at least 0"
     elif isinstance(known[key], int):
         good, wanted = isinstance(value, int) and value > 0, "a positive whole number"
-    elif known[key] < 0:
+    elif _is_number(known[key]) and known[key] < 0:
         good, wanted = _is_number(value) and value <= 0, "a number, at most 0"
     else:
         good, wanted = _is_number(value) and 0 <= value < math.inf, "a number, at least 0"
