@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
     Count,
     Fraction,
     NonNegative,
     OnlyIf,
+    Option,
     PositiveInt,
-    Settings,
     Target,
     Void,
     by_type,
@@ -31,12 +31,29 @@ def _never_warm(config: Any) -> Void | None:
 
 
 @settings
-class _Scheduler(Settings):
+class SchedulerSettings(Option):
+    """A learning-rate schedule, by the number of optimizer steps done.
+
+    ``maker`` is a function of ``warmup`` (steps), ``total`` and ``arguments()``, by keyword. It returns the factor of
+    the learning rate as a function of the steps done, from ``warmup`` on: before that the rate rises along a line, and
+    from the last step on the factor should stay as it is. ``total()`` is the number of the run's steps: call it only
+    where the shape depends on it, for it raises where the data has no known length. Parts to make it of are in
+    ``optim/schedules.py``.
+    """
+
+    warms_up: ClassVar[bool] = False
+    """The factor has the warmup in it, from step 0 on."""
+
     warmup_steps: Annotated[NonNegative, OnlyIf(_never_warm)] = 0  # optimizer steps; below 1: a fraction of all steps
 
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return self.type
+
     def problems(self, config: Any) -> Iterator[str]:
-        for name in ("warmup_steps", "decay_steps"):
-            if (value := getattr(self, name, 0)) >= 1 and value != int(value):
+        for name, value in vars(self).items():
+            if name.endswith("_steps") and isinstance(value, float) and value >= 1 and value != int(value):
                 yield f"lr_scheduler.{name}: must be whole steps, or below 1 a fraction of all, got {value:g}; round it"
 
 
@@ -48,25 +65,33 @@ _ANNEALS = only_where(
 
 
 @settings
-class CosineSettings(_Scheduler):
+class CosineSettings(SchedulerSettings):
+    maker: ClassVar[str] = "forgather_cli.optim.schedules:cosine"
+
     type: Literal["cosine"] = "cosine"
     min_lr_ratio: Fraction = 0.1
 
 
 @settings
-class LinearSettings(_Scheduler):
+class LinearSettings(SchedulerSettings):
+    maker: ClassVar[str] = "forgather_cli.optim.schedules:linear"
+
     type: Literal["linear"] = "linear"
     min_lr_ratio: Fraction = 0.0
 
 
 @settings
-class ConstantSettings(_Scheduler):
+class ConstantSettings(SchedulerSettings):
+    maker: ClassVar[str] = "forgather_cli.optim.schedules:constant"
+
     type: Literal["constant"] = "constant"
 
 
 @settings
-class WSDSettings(_Scheduler):
+class WSDSettings(SchedulerSettings):
     """Warmup, stable, decay."""
+
+    maker: ClassVar[str] = "forgather_cli.optim.schedules:wsd"
 
     type: Literal["wsd"] = "wsd"
     decay_steps: NonNegative = 0.2  # optimizer steps; below 1: a fraction of all steps
@@ -75,14 +100,18 @@ class WSDSettings(_Scheduler):
 
 
 @settings
-class InverseSqrtSettings(_Scheduler):
+class InverseSqrtSettings(SchedulerSettings):
+    maker: ClassVar[str] = "forgather_cli.optim.schedules:inverse_sqrt"
+
     type: Literal["inverse_sqrt"] = "inverse_sqrt"
     timescale: PositiveInt | None = None  # steps; null: warmup_steps, at least 1
 
 
 @settings
-class InfiniteSettings(_Scheduler):
+class InfiniteSettings(SchedulerSettings):
     """Warmup, cosine cooldown to a constant, then an anneal when asked for."""
+
+    maker: ClassVar[str] = "forgather_cli.optim.schedules:infinite"
 
     type: Literal["infinite"] = "infinite"
     cooldown_steps: Count = 1000
@@ -93,23 +122,20 @@ class InfiniteSettings(_Scheduler):
 
 
 @settings
-class TransformersScheduleSettings(_Scheduler):
+class TransformersScheduleSettings(SchedulerSettings):
     """A schedule of transformers' ``get_scheduler``, warmup from 0 included: what TrainingArguments select."""
+
+    maker: ClassVar[str] = "forgather_cli.optim.transformers_schedules:factor"
+    warms_up: ClassVar[bool] = True
 
     type: Literal["transformers"] = "transformers"
     name: str = "linear"
     kwargs: dict[str, Any] = field(default_factory=dict)  # lr_scheduler_kwargs
     reference_lr: NonNegative = 1.0  # what min_lr and lr_end are shares of
 
+    @property
+    def label(self) -> str:
+        return self.name
 
-SchedulerOption = Annotated[
-    CosineSettings
-    | LinearSettings
-    | ConstantSettings
-    | WSDSettings
-    | InverseSqrtSettings
-    | InfiniteSettings
-    | TransformersScheduleSettings
-    | Target,
-    by_type,
-]
+
+SchedulerOption = Annotated[SchedulerSettings | Target, by_type]
