@@ -14,9 +14,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar, cast, get_args, get_origin
 
-from forgather_cli.config.schema import EVENTS, Settings
+from forgather_cli.config.schema import EVENTS, CallbackPart
 from forgather_cli.errors import CallbackError, ConfigError, ForgatherError
 from forgather_cli.run_dir import RunDir
 
@@ -180,19 +180,27 @@ class TrainerCallback:
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=CallbackPart)
 
 
 class BuiltIn(TrainerCallback, Generic[S]):
-    """A callback of Forgather's. A config makes it of its settings, a script of the same by keyword:
-    ``DivergenceDetector(smoothing=0.3)``. Raises ConfigError for keywords that are none of its settings.
+    """A callback of Forgather's: ``class JsonLogger(BuiltIn[JsonSettings])``. A config makes it of its settings, a
+    script of the same by keyword: ``DivergenceDetector(smoothing=0.3)``. Raises ConfigError for keywords that are none
+    of its settings.
 
     ``run``: where it writes; ``config_tree``: the resolved settings; by default those of the Trainer that takes it.
     ``stream``: where what is meant for people goes.
     """
 
     config_name: ClassVar[str]
-    kind: ClassVar[type[Settings]]
+    """Its key under ``callbacks``. A subclass of the user's has none."""
+    kind: ClassVar[type[CallbackPart]]
+
+    def __init_subclass__(cls) -> None:
+        for base in vars(cls).get("__orig_bases__", ()):
+            if get_origin(base) is BuiltIn:
+                (cls.kind,) = get_args(base)
+                cls.config_name = cls.kind.type
 
     def __init__(
         self,
@@ -213,7 +221,7 @@ class BuiltIn(TrainerCallback, Generic[S]):
         self.settings = settings
         self._run, self._tree, self._stream = run, config_tree, stream
 
-    def _from_keywords(self, keywords: dict[str, Any]) -> Settings:
+    def _from_keywords(self, keywords: dict[str, Any]) -> CallbackPart:
         from forgather_cli.config.decode import decode_settings
 
         try:
