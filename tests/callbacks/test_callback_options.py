@@ -25,6 +25,7 @@ from forgather_cli.callbacks.base import CallbackList
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.callbacks.trackers import Trackers
 from forgather_cli.checkpoint.load import Reader
+from forgather_cli.config.explain import ExplainedGroup, explain
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import (
     CallbackPart,
@@ -38,6 +39,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError
+from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 
 NAMES = [field.name for field in dataclasses.fields(CallbackSettings) if field.name != "custom"]
@@ -75,17 +77,28 @@ def test_every_callback_can_be_built_in_the_order_of_events(tmp_path: Path) -> N
     for name, part in PARTS.items():  # as a script makes it
         callback = part().load_maker()()
         assert (callback.settings, callback.kind, callback.name) == (part(), part, name)
+        fields = [field.name for field in dataclasses.fields(part)]
+        assert "type" not in fields, f"callbacks.{name}: no tree has a type there; write type = {name!r}"
 
 
 def test_each_is_added_with_its_defaults_and_removed_by_one_override(tmp_path: Path) -> None:
-    added = config("~callbacks", *(f"+callbacks.{name}={{}}" for name in NAMES)).callbacks
+    settings = config("~callbacks", *(f"+callbacks.{name}={{}}" for name in NAMES))
+    added = settings.callbacks
+    assert make_plan(settings).ranks
     assert {name: getattr(added, name) for name in NAMES} == {name: part() for name, part in PARTS.items()}
     built = [name for name, _ in build_callbacks(added, RunDir(tmp_path))]
     assert [name for name in built if name in ORDER] == ORDER
-    present = sorted(set(NAMES) - NEEDS_A_PACKAGE)
+    present = sorted({*ORDER} - NEEDS_A_PACKAGE)
     halves = [f"~callbacks.{name}" for name in present[::2]], [f"callbacks.{name}=null" for name in present[1::2]]
     for words, left in zip(halves, (present[1::2], present[::2]), strict=True):
         assert active(config("callbacks=full", *words).callbacks) == {*left}
+
+
+def test_each_setting_is_explained() -> None:
+    [group] = explain("callbacks")
+    assert isinstance(group, ExplainedGroup)
+    own = [f"callbacks.{name}.{each.name}" for name, part in PARTS.items() for each in dataclasses.fields(part)]
+    assert [path for path in own if not group.settings[path]] == []
 
 
 def test_importing_them_is_cheap() -> None:
