@@ -136,8 +136,8 @@ class TrainerCallback:
     A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its ``name``. All
     ranks are asked for the state at each save. If it is the same on all, it is stored once and given back to all ranks
     of any layout; if not, each rank's is stored and given back to that rank, and in another layout (other ranks, other
-    settings of ``trainer``) it starts fresh, with a warning. Of Forgather's own callbacks rank 0 alone is asked, and waits
-    for no other rank there; its state is given to all ranks of any layout.
+    settings of ``trainer``) it starts fresh, with a warning. Of Forgather's own callbacks rank 0 alone is asked;
+    its state is given to all ranks of any layout.
     """
 
     _given_name: str | None = None
