@@ -55,7 +55,7 @@ ADDS, SHOWS, ACTS = 0, 10, 20
 class CallbackPart(Option):
     """A callback that a config makes: its settings, which ``+callbacks.KEY={}`` adds.
 
-    ``type = "KEY"`` is a class variable, unlike that of other options: no tree has a ``type`` below ``callbacks.KEY``.
+    ``type = "KEY"``, without annotation, is no field, unlike that of other options: no tree has a ``type`` there.
     ``maker`` names a class that has ``BuiltIn[THE SETTINGS]`` as its base (``callbacks/base.py``; the events and what
     they are called with stand at ``TrainerCallback``). It is called with the settings, the run directory,
     ``config_tree=`` and ``stream=``.
