@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Gt, Le, Lt
 from pydantic import BeforeValidator
+from typing_extensions import dataclass_transform
 
 from forgather_cli.config.schema.base import (
     NEEDS_EVALUATION,
@@ -19,6 +20,7 @@ from forgather_cli.config.schema.base import (
     FilePath,
     NonNegative,
     OnlyIf,
+    Option,
     PositiveFloat,
     PositiveInt,
     Settings,
@@ -34,6 +36,8 @@ from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import is_installed
 
+_T = TypeVar("_T")
+
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
     "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_prediction_step",
@@ -44,8 +48,31 @@ EVENTS = (
 ``on_forward_backward_begin`` on our own."""
 
 
+ADDS, SHOWS, ACTS = 0, 10, 20
+"""Places at which events reach callbacks: those that add to the logs, those that show or write them, those that act."""
+
+
+class CallbackPart(Option):
+    """A callback that a config makes: its settings, which ``+callbacks.KEY={}`` adds.
+
+    ``type = "KEY"``, without annotation, is no field, unlike that of other options: no tree has a ``type`` there.
+    ``maker`` names a class that has ``BuiltIn[THE SETTINGS]`` as its base (``callbacks/base.py``; the events and what
+    they are called with stand at ``TrainerCallback``). It is called with the settings, the run directory,
+    ``config_tree=`` and ``stream=``.
+    """
+
+    place: ClassVar[int] = SHOWS
+    """Events reach callbacks of a lower place first, then the user's own, which see ``on_log`` before the others."""
+    counts: ClassVar[OnlyIf | None] = None
+    """Under which settings it counts: ``NEEDS_EVALUATION``, or an ``OnlyIf`` of its own. None: under all."""
+
+
 @settings
-class MetricsSettings(Settings):
+class MetricsSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.metrics:DefaultMetrics"
+    type = "metrics"
+    place: ClassVar[int] = ADDS
+
     peak_hardware_flops: PositiveFloat | None = None  # FLOP/s per device; null: from the table
 
 
@@ -63,7 +90,10 @@ FORMATS = ("si", "bytes", "duration", "flops")
 
 
 @settings
-class ProgressSettings(Settings):
+class ProgressSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.progress:ProgressCallback"
+    type = "progress"
+
     header_interval: PositiveInt = 20  # rows
     step_columns: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     final_metrics: dict[str, dict[str, Any] | None] = field(default_factory=dict)
@@ -95,13 +125,17 @@ class ProgressSettings(Settings):
 
 
 @settings
-class InfoSettings(Settings):
+class InfoSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.info:InfoCallback"
+    type = "info"
+
     verbose: bool = False
 
 
 @settings
-class JsonSettings(Settings):
-    pass
+class JsonSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.json_logger:JsonLogger"
+    type = "json"
 
 
 TRANSFORMS: dict[str, Callable[[float], float]] = {
@@ -123,7 +157,10 @@ TRANSFORMS: dict[str, Callable[[float], float]] = {
 
 
 @settings
-class TensorboardSettings(Settings):
+class TensorboardSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.tensorboard:TBLogger"
+    type = "tensorboard"
+
     scalars: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # tag: {source, transform}; null removes
     experiment_info: dict[str, Any] = field(default_factory=dict)  # name: Markdown, or settings of one's own
 
@@ -153,8 +190,21 @@ def _once(name: str) -> OnlyIf:
     return OnlyIf(void)
 
 
+def _without_texts(config: Any) -> Void | None:
+    """Texts come at evaluations, where they have no steps of their own."""
+    void, textgen = without_evaluation(config), config.callbacks.textgen
+    if void is None or textgen.generation_steps is not None:
+        return None
+    return Void(void.because, f"{void.remedy}, set callbacks.textgen.generation_steps=100")
+
+
 @settings
-class TextgenSettings(Settings):
+class TextgenSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.textgen:TextgenCallback"
+    type = "textgen"
+    place: ClassVar[int] = SHOWS + 2
+    counts: ClassVar[OnlyIf | None] = OnlyIf(_without_texts)
+
     prompts: list[str] | FilePath | None = None  # or a YAML file with a list; null: of held-out data
     raw: bool = False  # true: texts to continue, though the tokenizer has a chat template
     do_sample: Annotated[bool, _once("do_sample")] = True
@@ -199,7 +249,11 @@ class TextgenSettings(Settings):
 
 
 @settings
-class ProfilerSettings(Settings):
+class ProfilerSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.profiler:ProfilerCallback"
+    type = "profiler"
+    place: ClassVar[int] = ACTS + 2
+
     start_step: Count = 3  # steps of this process that are left out
     num_steps: PositiveInt = 5
     output_dir: FilePath | None = None  # null: RUN/profile
@@ -229,7 +283,11 @@ def services(report_to: str | Sequence[str] | None) -> list[str]:
 
 
 @settings
-class TrackersSettings(Settings):
+class TrackersSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.trackers:Trackers"
+    type = "trackers"
+    place: ClassVar[int] = SHOWS + 1
+
     names: list[str] = field(default_factory=lambda: ["wandb"])  # of TRACKERS, or module.Class of a GeneralTracker
     project: str = "forgather"
     run_name: str | None = None  # null: the run directory's name
@@ -253,7 +311,11 @@ _ASKED_FOR = only_if("callbacks.control.disable_auth", False)
 
 
 @settings
-class ControlSettings(Settings):
+class ControlSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.control:TrainerControlCallback"
+    type = "control"
+    place: ClassVar[int] = ACTS + 1
+
     enable_http: bool = True
     host: Annotated[str, _SERVED] = "127.0.0.1"
     port: Annotated[Annotated[int, Gt(0), Lt(65536)] | None, _SERVED] = None  # null: the first free of 8900 to 8999
@@ -291,7 +353,11 @@ class ControlSettings(Settings):
 
 
 @settings
-class DilocoSettings(Settings):
+class DilocoSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.diloco:DiLoCoCallback"
+    type = "diloco"
+    place: ClassVar[int] = ACTS
+
     server_addr: str | None = None  # HOST:PORT or https://HOST:PORT; null: DILOCO_SERVER
     token_file: FilePath | None = None  # the server's; null: DILOCO_TOKEN
     ca_file: FilePath | None = None  # certificates to trust; null: the system's
@@ -377,14 +443,23 @@ def _as_bool(text: str) -> bool:
 
 
 @settings
-class EarlyStoppingSettings(Settings):
+class EarlyStoppingSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.early_stopping:EarlyStopping"
+    type = "early_stopping"
+    place: ClassVar[int] = ACTS + 2
+    counts: ClassVar[OnlyIf | None] = NEEDS_EVALUATION
+
     patience: PositiveInt = 3  # evaluations
     threshold: NonNegative = 0.0
     metric: str = "eval_loss"
 
 
 @settings
-class DivergenceSettings(Settings):
+class DivergenceSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.divergence:DivergenceDetector"
+    type = "divergence"
+    place: ClassVar[int] = ACTS + 1
+
     smoothing: Annotated[float, Gt(0), Le(1)] = 0.3  # weight of the newest value in the running mean; 1: no mean
     threshold: PositiveFloat | None = 1.0  # rise above the best running mean; null: relative_threshold alone
     relative_threshold: Annotated[float, Gt(1)] | None = None  # multiple of the best running mean
@@ -410,49 +485,61 @@ class DivergenceSettings(Settings):
 
 
 @settings
-class GradNormSettings(Settings):
+class GradNormSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.grad_norms:GradNormLogger"
+    type = "grad_norms"
+
     every: Literal["eval", "log"] | PositiveInt = "eval"  # at each evaluation, with each log, or every so many steps
 
 
 @settings
-class ParameterNormSettings(Settings):
+class ParameterNormSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.parameter_norms:ParameterNormLogger"
+    type = "parameter_norms"
+
     log_norms: bool = True
     log_spectral_norms: bool = True
     power_iter_steps: PositiveInt = 10  # per evaluation; twice as many at the first
 
 
 @settings
-class WeightNormSettings(Settings):
-    pass
+class WeightNormSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.weight_norm:WeightNormLogger"
+    type = "weight_norm"
+    place: ClassVar[int] = ADDS
 
 
 @settings
-class PeakMemorySettings(Settings):
+class PeakMemorySettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.peak_memory:PeakMemory"
+    type = "peak_memory"
+    place: ClassVar[int] = ADDS
+
     show_details: bool = False
     do_log: bool = False
     enable_memory_snapshot: bool = False
     file_prefix: str = "memory"  # of the snapshots, in the run directory
 
 
-def _without_texts(config: Any) -> Void | None:
-    """Texts come at evaluations, where they have no steps of their own."""
-    void, textgen = without_evaluation(config), config.callbacks.textgen
-    if void is None or textgen.generation_steps is not None:
-        return None
-    return Void(void.because, f"{void.remedy}, set callbacks.textgen.generation_steps=100")
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _finished_below(cls: type[_T]) -> type[_T]:
+    return cls
 
 
-@settings
+@_finished_below
 class CallbackSettings(Settings):
-    """The active callbacks by config name; None is inactive. ``custom`` holds the user's ``_target_`` entries."""
+    """The active callbacks by config name; None is inactive. ``custom`` holds the user's ``_target_`` entries.
+
+    There is a field for each ``CallbackPart``. Those written here are the ones that type checkers know.
+    """
 
     metrics: MetricsSettings | None = None
     info: InfoSettings | None = None
     progress: ProgressSettings | None = None
     json: JsonSettings | None = None
     tensorboard: TensorboardSettings | None = None
-    textgen: Annotated[TextgenSettings | None, OnlyIf(_without_texts)] = None
-    early_stopping: Annotated[EarlyStoppingSettings | None, NEEDS_EVALUATION] = None
+    textgen: TextgenSettings | None = None
+    early_stopping: EarlyStoppingSettings | None = None
     control: ControlSettings | None = None
     diloco: DilocoSettings | None = None
     divergence: DivergenceSettings | None = None
@@ -463,6 +550,21 @@ class CallbackSettings(Settings):
     weight_norm: WeightNormSettings | None = None
     peak_memory: PeakMemorySettings | None = None
     custom: dict[str, Annotated[Target, by_type]] = field(default_factory=dict)
+
+    def active(self) -> list[CallbackPart]:
+        """Those that there are, in the order in which events reach them."""
+        found = [part for part in vars(self).values() if isinstance(part, CallbackPart)]
+        return sorted(found, key=lambda part: part.place)
+
+
+def finish() -> None:
+    """Make ``CallbackSettings`` a settings class, once all options are found."""
+    part: Any
+    for part in CallbackPart.members:
+        hint = part | None
+        CallbackSettings.__annotations__[part.type] = Annotated[hint, part.counts] if part.counts else hint
+        setattr(CallbackSettings, part.type, None)
+    settings(CallbackSettings)
 
 
 def _split_custom(value: Any) -> Any:
