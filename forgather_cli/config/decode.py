@@ -104,7 +104,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(cls)
     except PydanticUserError as error:
-        found = [option for base in Option.bases for option in base.members if option.__module__.endswith(".settings")]
+        found = [option for option in Option.all() if option.__module__.endswith(".settings")]
         raise ConfigError([problem for option in found for problem in undecodable(option)] or str(error)) from error
 
 

@@ -26,6 +26,9 @@ def settings(cls: type[_T]) -> type[_T]:
     cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
     made = dataclass(frozen=True, kw_only=True)(cls)
     if issubclass(made, Option) and vars(made).get("type"):
+        for known in made.members if made.__module__.endswith(".settings") else ():
+            if (known.__module__, known.__name__) == (made.__module__, made.__name__):
+                return known  # import_options has begun this module anew
         made.members.append(made)
     return made
 
@@ -58,6 +61,11 @@ class Option(Settings):
         if Option in cls.__bases__:
             cls.members = []
             Option.bases.append(cls)
+
+    @staticmethod
+    def all() -> list[type[Option]]:
+        """The options of all groups."""
+        return [option for base in Option.bases for option in base.members]
 
     def load_maker(self) -> Any:
         """What ``maker`` names."""
