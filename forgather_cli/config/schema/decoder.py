@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
     PositiveFloat,
@@ -19,6 +19,7 @@ from forgather_cli.config.schema.base import (
     only_if,
     settings,
 )
+from forgather_cli.config.schema.model_settings import WholeSettings
 from forgather_cli.errors import ModelError
 
 _TYPE = "model.rope_scaling.rope_type"
@@ -43,8 +44,12 @@ class RopeScaling(Settings):
 
 
 @settings
-class DecoderSettings(Settings):
+class DecoderSettings(WholeSettings):
     """The own decoder: Llama, Mistral, Qwen2 and Qwen3 shapes."""
+
+    maker: ClassVar[str] = "forgather_cli.models.build:decoder"
+    head_gives_logits: ClassVar[bool] = True
+    draws_on_device: ClassVar[bool] = True
 
     type: Literal["decoder"] = "decoder"
     hidden_size: PositiveInt = 256
@@ -68,6 +73,11 @@ class DecoderSettings(Settings):
     residual_dropout: Probability = 0.0
     initializer_range: PositiveFloat = 0.02
     zero_init_outputs: bool = False  # o, down and a head of its own
+
+    @property
+    def model_type(self) -> str:
+        """What transformers calls its shape. Raises ModelError."""
+        return family_of(self).model_type
 
     @property
     def has_output_bias(self) -> bool:
