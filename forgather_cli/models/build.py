@@ -27,7 +27,7 @@ from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
-from forgather_cli.models.files import read_rows, reader_of, tensor_files
+from forgather_cli.models.files import read_rows, tensor_files, whole_tensor
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import read_config, read_settings
 from forgather_cli.models.resize import NOISE, grown_vocabulary
@@ -206,7 +206,8 @@ class DrawnWeights:
 
     def reader(self, module: Any) -> Callable[[str], Tensor]:
         """Reads whole tensors of the directory, one at a time, by the full name that ``module`` has for them."""
-        raise NotImplementedError
+        files = tensor_files(Path(self.option.directory).expanduser())
+        return lambda name: whole_tensor(files[name], name)
 
 
 class PretrainedWeights(DrawnWeights):
@@ -216,12 +217,19 @@ class PretrainedWeights(DrawnWeights):
         return read_settings(self.option.path).vocab_size
 
     def fill(self, module: Any, seed: int, *, device_generator: bool, num_known: int | None) -> None:
-        load_pretrained(module, self.option.path, seed=seed, num_known=num_known)
+        """By name, in the module's dtype.
 
-    def reader(self, module: Any) -> Callable[[str], Tensor]:
+        The directory must hold exactly the tensors of the whole model; one tensor at a time is in memory, of a sharded
+        one the rows this rank holds. Rows beyond the directory's vocabulary (``resize_vocabulary``) follow from (seed,
+        name); with ``num_known`` those behind so many are their mean.
+        """
         directory = Path(self.option.path).expanduser()
-        files = tensor_files(directory)
-        return reader_of(files, _names_in_files(directory, read_settings(directory), files))
+        files, settings = tensor_files(directory), read_settings(directory)
+        names = _names_in_files(directory, settings, files)
+        targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if n in names}
+        rows, known = settings.vocab_size, {} if num_known is None else dict.fromkeys(_OF_TOKENS, num_known)
+        noise = 0.0 if known else NOISE
+        read_rows(targets, names, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
 
 
 class StackWeights(DrawnWeights):
@@ -260,7 +268,7 @@ class StackWeights(DrawnWeights):
 
 def weights_of(option: ModelOption) -> DrawnWeights:
     """The weights of ``option``; a model of the user's has drawn its own."""
-    return DrawnWeights(option) if isinstance(option, Target) else resolve_name(option.weights)(option)  # type: ignore[no-any-return]
+    return DrawnWeights(option) if isinstance(option, Target) else resolve_name(option.weights)(option)
 
 
 def directory_option(directory: Path) -> PretrainedSettings | TransformersSettings:
@@ -281,24 +289,6 @@ def directory_option(directory: Path) -> PretrainedSettings | TransformersSettin
             raise ModelError(f"{error}; for others {missing}") from error
         return TransformersSettings(path=str(directory))
     return PretrainedSettings(path=str(directory))
-
-
-def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0, num_known: int | None = None) -> None:
-    """Copy the weights of a Hugging Face directory into a decoder or a part of one, by name, in the module's dtype.
-
-    The directory must hold exactly the tensors of the whole model; one tensor at a time is in memory, of a sharded one
-    the rows this rank holds. Rows beyond the directory's vocabulary (``resize_vocabulary``) follow from (seed, name);
-    with ``num_known`` those behind so many are their mean. Raises ModelError with the missing, extra or wrong-shaped
-    tensors.
-    """
-    directory = Path(path).expanduser()
-    files = tensor_files(directory)
-    settings = read_settings(directory)
-    names = _names_in_files(directory, settings, files)
-    targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if n in names}
-    rows, known = settings.vocab_size, {} if num_known is None else dict.fromkeys(_OF_TOKENS, num_known)
-    noise = 0.0 if known else NOISE
-    read_rows(targets, names, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
 
 
 def _num_tokens(directory: Path) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -64,15 +64,9 @@ def opened(path: Path) -> Iterator[Any]:
         yield tensors
 
 
-def reader_of(files: Mapping[str, Path], names: Mapping[str, str]) -> Callable[[str], Tensor]:
-    """Reads whole tensors by name; ``names``: what each is called in ``files``."""
-
-    def read(name: str) -> Tensor:
-        with opened(files[names[name]]) as tensors:
-            found: Tensor = tensors.get_tensor(names[name])
-            return found
-
-    return read
+def whole_tensor(file: Path, name: str) -> Tensor:
+    with opened(file) as tensors:
+        return tensors.get_tensor(name)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

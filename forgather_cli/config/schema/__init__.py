@@ -19,7 +19,6 @@ from forgather_cli.config.schema.encoder_decoder import *
 from forgather_cli.config.schema.folders import import_options
 from forgather_cli.config.schema.loss import *
 from forgather_cli.config.schema.model import *
-from forgather_cli.config.schema.model_settings import *
 from forgather_cli.config.schema.optimizer import *
 from forgather_cli.config.schema.paired import *
 from forgather_cli.config.schema.precision import *

@@ -15,8 +15,7 @@ from forgather_cli.config.schema.base import (
     only_where,
     settings,
 )
-from forgather_cli.config.schema.decoder import DecoderSettings, RopeScaling
-from forgather_cli.config.schema.model_settings import WholeSettings
+from forgather_cli.config.schema.decoder import DecoderSettings, RopeScaling, WholeSettings
 
 _FROM_SCRATCH = only_where("model.init_from", lambda path: path is None, "leave init_from out")
 

@@ -15,7 +15,7 @@ from forgather_cli.config.schema.base import (
     only_where,
     settings,
 )
-from forgather_cli.config.schema.model_settings import ModelSettings, WholeSettings
+from forgather_cli.config.schema.decoder import ModelSettings, WholeSettings
 
 _OF_DIRECTORY = only_where("model.path", bool, "set model.path=DIR")
 _RESIZED = only_if("model.resize_vocabulary", True)

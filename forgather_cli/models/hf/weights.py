@@ -14,7 +14,7 @@ from torch import Tensor
 from forgather_cli.config.schema import TransformersSettings
 from forgather_cli.errors import ModelError
 from forgather_cli.models.build import DrawnWeights
-from forgather_cli.models.files import read_rows, reader_of, tensor_files
+from forgather_cli.models.files import read_rows, tensor_files, whole_tensor
 from forgather_cli.models.hf.build import config_of, library
 from forgather_cli.models.hf.model import CausalLM
 from forgather_cli.models.resize import NOISE, rows_like
@@ -70,7 +70,9 @@ class CausalLMWeights(DrawnWeights):
         """Where transformers would convert some tensors (experts stored one by one), it reads all into memory first."""
         files = tensor_files(Path(self.option.path).expanduser())
         names = stored_names(module, files)
-        return whole_by_transformers(self.option).__getitem__ if names is None else reader_of(files, names)
+        if names is None:
+            return whole_by_transformers(self.option).__getitem__
+        return lambda name: whole_tensor(files[names[name]], names[name])
 
 
 def _names_of_tokens(model: CausalLM) -> list[str]:
