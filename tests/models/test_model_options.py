@@ -6,6 +6,7 @@ import inspect
 import os
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -29,7 +30,8 @@ def row(request: pytest.FixtureRequest, own_directory: None) -> ModelRow:
     assert request.param in MODELS, f"model={request.param}: no row of tests/models/model_rows.py knows it; add one"
     found = MODELS[request.param]
     found.prepare()
-    assert load_config(None, found.words).config.model.type == request.param
+    chosen: Any = load_config(None, found.words).config.model
+    assert chosen.type == request.param
     return found
 
 
@@ -51,7 +53,7 @@ def test_it_computes_what_it_says_and_plan_counts_it(row: ModelRow, capsys: pyte
 
 def trained(folder: str, *words: str) -> None:
     os.chdir(folder)
-    config = load_config(None, [*words, "optimizer=adamw", "lr_scheduler=constant", "save_steps=2"]).config
+    config: Any = load_config(None, [*words, "optimizer=adamw", "lr_scheduler=constant", "save_steps=2"]).config
     tiny.train(config, RunDir(Path(config.output_dir)))
 
 
@@ -69,7 +71,7 @@ def test_two_ranks_that_resume_train_as_one(row: ModelRow) -> None:
 def test_its_settings_are_explained_and_its_maker_takes_them(option: type[ModelSettings]) -> None:
     for field in fields(option):  # type: ignore[arg-type]
         if field.name != "type":
-            (found,) = explain(f"model.{field.name}")
+            found: Any = explain(f"model.{field.name}")[0]
             assert f"model={option.type}" in found.values
     needed = {"path": "x"} if option.type == "pretrained" else {}
     made = option(**needed)

@@ -43,8 +43,8 @@ class CausalLMWeights(DrawnWeights):
         if self.option.path is None:
             module.draw_all(seed)
             return
-        directory = Path(self.option.path)
-        files = tensor_files(directory)
+        path = Path(self.option.path)
+        files = tensor_files(path)
         every: dict[str, Tensor] = module.state_dict(keep_vars=True)
         first = {id(tensor): name for name, tensor in reversed(list(every.items()))}
         targets = {name: tensor for name, tensor in every.items() if first[id(tensor)] == name}  # tied ones once
@@ -56,9 +56,7 @@ class CausalLMWeights(DrawnWeights):
             own = {name: stored[name] for name in targets}
             read_rows(targets, own, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
             return
-        log.info(
-            "%s: its tensors are not the model's one by one, so every rank has transformers read them all", directory
-        )
+        log.info("%s: its tensors are not the model's one by one, so every rank has transformers read them all", path)
         found = whole_by_transformers(self.option)
         for name, target in targets.items():
             whole = found[name][: known.get(name)] if name in known else found[name]
