@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import (
     DataOption,
-    EncoderDecoderSettings,
     HfSettings,
     InstructSettings,
     ModelOption,
@@ -78,8 +77,9 @@ def load_data(
 
 def check_own_tokenizer(data: DataOption, model: ModelOption) -> None:
     """Raise DataError where ``bytes`` or ``bpe`` would train a pretrained model on other ids than its tokenizer's."""
-    setting = "init_from" if isinstance(model, EncoderDecoderSettings) else "path"
-    directory, name = getattr(model, setting, None), getattr(data, "tokenizer", None)
+    if isinstance(model, Target):
+        return
+    setting, directory, name = model.directory_setting, model.directory, getattr(data, "tokenizer", None)
     if directory is None or name not in ("bytes", "bpe") or getattr(model, "replace_tokenizer", True):
         return
     path = Path(directory).expanduser()

@@ -28,7 +28,7 @@ from forgather_cli.distributed import pick_device
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.finalize.export import read_config, write_json
-from forgather_cli.models.build import build_model, directory_option, model_of
+from forgather_cli.models.build import build_model, directory_option
 from forgather_cli.models.init import reset_buffers
 from forgather_cli.models.pretrained import settings_from_hf
 from forgather_cli.quantized.convert import Conversion, indivisible, misaligned, sorted_out
@@ -265,7 +265,7 @@ def load_quantized(directory: Path, device: torch.device) -> nn.Module:
     except ModelError:
         return _through_transformers(directory, device)
     with torch.device("meta"):
-        model = model_of(settings)
+        model = build_model(settings, vocab_size=1, seq_len=1)
     state = _read_tensors(directory, device)
     if settings.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -275,7 +275,7 @@ def load_quantized(directory: Path, device: torch.device) -> nn.Module:
         raise ModelError(f"{directory}: {str(error).splitlines()[-1].strip()}; quantize the model again") from error
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    model.model.rotary_emb.to_empty(device=device)
+    model.get_submodule("model.rotary_emb").to_empty(device=device)
     reset_buffers(model)
     return model.eval()
 

@@ -159,7 +159,7 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
             )
         settings = replace(adapter.settings, from_adapter=str(found.directory))
         config = replace(config, adapter=settings, trainable=adapter.trainable)
-    init = partial(fill, config, device, seed=0) if is_directory else None
+    init = None if isinstance(config.model, Target) else partial(fill, config, device, seed=0)
     build = partial(construct, config, device, vocab_size=data.vocab_size, seq_len=data.seq_len)
     strategy.materialize(model_spec(build, config, strategy, init=init))
     if not is_directory:

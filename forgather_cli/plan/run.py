@@ -280,7 +280,7 @@ def _vocabulary(config: Config, counts: dict[str, int | None]) -> tuple[int | No
     if config.data.tokenizer == "bpe":
         return config.data.bpe_vocab_size, 0
     known = load_tokenizer(config.data.tokenizer).vocab_size
-    if not isinstance(config.model, EncoderDecoderSettings):  # a directory's tokenizer has them already
+    if isinstance(config.model, Target) or not config.model.is_encoder_decoder:  # a directory's has them already
         return known, 0
     if isinstance(config.data, Ul2Settings):
         known += len({each.prefix for each in config.data.mixture_of()})

@@ -24,11 +24,18 @@ from torch.utils._pytree import tree_leaves
 from whole_batch import CPU, Slices, agree, close, cut, even, global_batch, mean_loss, targets, whole
 from whole_batch import reference as steps_of
 
-from forgather_cli.config.schema import AdamWSettings, BF16Settings, FSDP2Settings, RunSettings, SGDSettings
+from forgather_cli.config.schema import (
+    AdamWSettings,
+    BF16Settings,
+    FSDP2Settings,
+    PretrainedSettings,
+    RunSettings,
+    SGDSettings,
+)
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
-from forgather_cli.models.build import load_pretrained
+from forgather_cli.models.build import initialize
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate
 from forgather_cli.models.init import init_parameters
@@ -405,7 +412,11 @@ class PeakMemory(TorchDispatchMode):
 def memory(directory: Path | None) -> dict[str, float]:
     """Bytes over those of a whole fp32 model."""
     strategy = FullyShard(CPU, CrossEntropy())
-    init = (lambda part: load_pretrained(part, directory)) if directory else (lambda part: init_parameters(part, 0))
+    init = (
+        (lambda part: initialize(PretrainedSettings(path=str(directory)), part, 0))
+        if directory
+        else (lambda part: init_parameters(part, 0))
+    )
     with PeakMemory() as sharded:
         strategy.materialize(ModelSpec(lambda: on_meta(**LARGE), init=init))
     with PeakMemory() as plain:
@@ -441,7 +452,11 @@ def test_a_rank_holds_its_share_and_never_a_whole_model(tmp_path: Path, source: 
 
 def loaded(directory: Path, model: dict[str, Any]) -> dict[str, Tensor]:
     strategy = FullyShard(CPU, LinearCrossEntropy())
-    strategy.materialize(ModelSpec(lambda: on_meta(**model), init=lambda part: load_pretrained(part, directory)))
+    strategy.materialize(
+        ModelSpec(
+            lambda: on_meta(**model), init=lambda part: initialize(PretrainedSettings(path=str(directory)), part, 0)
+        )
+    )
     return {name: whole(p) for name, p in named(strategy).items()}
 
 

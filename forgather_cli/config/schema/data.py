@@ -56,6 +56,9 @@ class CommonData(Settings):
     is_paired: ClassVar[bool | None] = False
     """Whether its examples have two sides, for an encoder-decoder; None where only the user knows."""
 
+    adds_tokens: ClassVar[bool] = False
+    """Whether the model may have to learn tokens that it adds to the tokenizer: markers of chats."""
+
     @property
     def is_stream(self) -> bool:
         """Ranks cannot read the data by the numbers of its samples, or it is the user's and may be so."""
@@ -230,6 +233,8 @@ class InstructSettings(DatasetSettings):
     packing: Literal["concat", "best_fit", "pad"] = "best_fit"
     isolate_documents: bool = True
 
+    adds_tokens: ClassVar[bool] = True
+
     def problems(self, config: Any) -> Iterator[str]:
         if not self.files and self.dataset is None and not self.data_files:
             yield (
@@ -273,4 +278,5 @@ class DataTarget(Target):
 
     is_stream: ClassVar[bool] = True
     is_paired: ClassVar[bool | None] = None
+    adds_tokens: ClassVar[bool] = False
     nothing_held_out: ClassVar[Void | None] = None

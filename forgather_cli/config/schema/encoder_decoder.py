@@ -12,11 +12,10 @@ from forgather_cli.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Probability,
-    Settings,
     only_where,
     settings,
 )
-from forgather_cli.config.schema.decoder import DecoderSettings, RopeScaling
+from forgather_cli.config.schema.decoder import DecoderSettings, RopeScaling, WholeSettings
 
 _FROM_SCRATCH = only_where("model.init_from", lambda path: path is None, "leave init_from out")
 
@@ -24,8 +23,14 @@ _FROM_DIRECTORY = only_where("model.init_from", bool, "set model.init_from=DIR")
 
 
 @settings
-class EncoderDecoderSettings(Settings):
+class EncoderDecoderSettings(WholeSettings):
     """Qwen3 with an encoder: two stacks of one shape and one embedding, from scratch or from a Qwen3 directory."""
+
+    maker: ClassVar[str] = "forgather_cli.models.build:encoder_decoder"
+    weights: ClassVar[str] = "forgather_cli.models.build:StackWeights"
+    directory_setting: ClassVar[str] = "init_from"
+    is_encoder_decoder: ClassVar[bool | None] = True
+    head_gives_logits: ClassVar[bool] = True
 
     type: Literal["qwen3_encdec"] = "qwen3_encdec"
     init_from: FilePath | None = None  # a Qwen3 directory, whose shape and weights both stacks get

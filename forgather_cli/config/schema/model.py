@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
     FilePath,
     PositiveInt,
-    Settings,
     Target,
     by_type,
     only_if,
     only_where,
     settings,
 )
-from forgather_cli.config.schema.decoder import DecoderSettings
-from forgather_cli.config.schema.encoder_decoder import EncoderDecoderSettings
+from forgather_cli.config.schema.decoder import ModelSettings, WholeSettings
 
 _OF_DIRECTORY = only_where("model.path", bool, "set model.path=DIR")
 _RESIZED = only_if("model.resize_vocabulary", True)
 
 
 @settings
-class PretrainedSettings(Settings):
+class PretrainedSettings(WholeSettings):
     """A Hugging Face directory of the decoder's families."""
+
+    maker: ClassVar[str] = "forgather_cli.models.build:pretrained"
+    weights: ClassVar[str] = "forgather_cli.models.build:PretrainedWeights"
+    directory_setting: ClassVar[str] = "path"
+    is_encoder_decoder: ClassVar[bool | None] = None
+    head_gives_logits: ClassVar[bool] = True
 
     type: Literal["pretrained"] = "pretrained"
     path: FilePath
@@ -33,10 +38,17 @@ class PretrainedSettings(Settings):
     # rows; null: as many as the tokenizer has tokens
     pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = None
 
+    def num_parameters(self, vocab_size: int) -> int:
+        return sum(file.stat().st_size for file in Path(self.path).glob("*.safetensors")) // 2
+
 
 @settings
-class TransformersSettings(Settings):
+class TransformersSettings(WholeSettings):
     """Any causal language model of the transformers library: from a directory, or fresh from a config."""
+
+    maker: ClassVar[str] = "forgather_cli.models.hf.build:build_causal_lm"
+    weights: ClassVar[str] = "forgather_cli.models.hf.weights:CausalLMWeights"
+    directory_setting: ClassVar[str] = "path"
 
     type: Literal["transformers"] = "transformers"
     path: FilePath | None = None
@@ -72,6 +84,4 @@ class TransformersSettings(Settings):
             )
 
 
-ModelOption = Annotated[
-    DecoderSettings | EncoderDecoderSettings | PretrainedSettings | TransformersSettings | Target, by_type
-]
+ModelOption = Annotated[ModelSettings | Target, by_type]

@@ -15,6 +15,7 @@ from forgather_cli.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Settings,
+    Target,
     Void,
     by_type,
     only_if,
@@ -60,10 +61,10 @@ class _PairedData(CommonData):
                     f"pack_{name}: must hold an example of max_{name}_length={most} tokens, got {pack}; raise it, or "
                     f"lower max_{name}_length"
                 )
-        if (kind := getattr(config.model, "type", None)) in ("decoder", "transformers"):
+        if not isinstance(config.model, Target) and config.model.is_encoder_decoder is False:
             yield (
-                f"model: data={config.data.type} has examples of two sides, got model={kind}, which reads one; choose "
-                "model=qwen3_encdec"
+                f"model: data={config.data.type} has examples of two sides, got model={config.model.type}, which reads "
+                "one; choose model=qwen3_encdec"
             )
 
 
