@@ -48,7 +48,7 @@ def _torch_compile(config: Config, gpu: Any) -> tuple[bool, str]:
     model, length, size = config.model, getattr(config.data, "seq_len", None), 0
     if gpu is None and not config.device.startswith("cuda"):
         return False, "not on CUDA"
-    if isinstance(config.trainer, Target) or getattr(config.trainer, "splits_backward", False):
+    if isinstance(config.trainer, Target) or config.trainer.splits_backward:
         return False, "the trainer may not take it"
     if isinstance(model, DecoderSettings | EncoderDecoderSettings):
         size = model.num_parameters(vocab_size=2**15)

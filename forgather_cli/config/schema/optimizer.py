@@ -96,7 +96,7 @@ class _Optimizer(Settings):
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from self.group_problems()
-        if getattr(config.trainer, "shards_parameters", False):
+        if config.trainer.shards_parameters:
             owns = {f"optimizer.groups.{name}.optimizer": group.optimizer for name, group in self.groups.items()}
             for where, option in {"optimizer": self, **owns}.items():
                 if isinstance(option, _Optimizer) and not option.trains_shards:
