@@ -90,9 +90,9 @@ def test_what_is_refused_says_what_to_write(words: tuple[Any, ...], named: dict[
 
 def test_the_settings_of_every_option_that_a_script_may_give_are_offered() -> None:
     for union in (OptimizerOption, LossOption, TrainerOption):
-        options = members(union)
-        assert options
-        assert {option.__name__ for option in options} <= set(forgather_cli.__all__)
+        names = {option.__name__ for option in members(union)}
+        assert names
+        assert names <= set(forgather_cli.__all__)
 
 
 def test_threads_compose_side_by_side() -> None:
