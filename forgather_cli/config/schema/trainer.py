@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from forgather_cli.config.schema.base import (
     Count,
@@ -45,10 +45,11 @@ class TrainerFacts:
     """It trains a model that is there already; else it builds its own."""
     cuts_layers: ClassVar[bool] = False
     """Each rank holds some of the layers, and ``shard`` of them read different data."""
-    shard: int = 1
-    n_microbatches: int = 1
+    # fields of some options: without annotations here, whose order is that of ``config explain``
+    shard = 1
+    n_microbatches = 1
     """A micro-batch is cut into so many equal parts."""
-    param_dtype: str | None = None
+    param_dtype = cast(str | None, None)
     """Of the gathered weights, where not ``precision`` says it."""
 
     @property
