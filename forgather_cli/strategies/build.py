@@ -23,8 +23,7 @@ def build_strategy(args: RunSettings, loss: Loss | None = None) -> Strategy:
     if not option.is_one_process:
         join_world(device, args.hang_timeout)
     if isinstance(option, Target):
-        factory = import_target(option.path, "trainer")
-        autocast = autocast_for(precision, device)
+        factory, autocast = import_target(option.path, "trainer"), autocast_for(precision, device)
         made: Strategy = make(factory, "trainer", option.path, device, loss, autocast, **option.kwargs)
         check_supported(args, made)
     else:

@@ -28,6 +28,7 @@ class FullyShard(Strategy):
     """
 
     name = "fsdp2"
+    supports_fp16 = FSDP2Settings.supports_fp16
     supports_compile = True
     supports_optimizer_in_backward = FSDP2Settings.supports_optimizer_in_backward
 

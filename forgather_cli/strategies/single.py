@@ -20,6 +20,7 @@ class SingleDevice(Strategy):
     """Trains in this process on one device; the reference for all other strategies."""
 
     name = "single"
+    supports_fp16 = SingleSettings.supports_fp16
     supports_compile = True
     compiles_with_loss = SingleSettings.compiles_with_loss
     supports_optimizer_in_backward = SingleSettings.supports_optimizer_in_backward

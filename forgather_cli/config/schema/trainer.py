@@ -46,9 +46,8 @@ class TrainerFacts:
     cuts_layers: ClassVar[bool] = False
     """Each rank holds some of the layers, and ``shard`` of them read different data."""
     # fields of some options: without annotations here, whose order is that of ``config explain``
-    shard = 1
-    n_microbatches = 1
-    """A micro-batch is cut into so many equal parts."""
+    shard = n_microbatches = 1
+    """Pipelines side by side, each with its own data; equal parts that a micro-batch is cut into."""
     param_dtype = cast(str | None, None)
     """Of the gathered weights, where not ``precision`` says it."""
 
