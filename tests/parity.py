@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import crash_draw
 import tiny
 import torch
 from ranks import run_ranks
@@ -70,6 +71,26 @@ LAYOUTS: dict[str, Layout] = {
     "Interleaved1F1B 4": _pipeline(4, "Interleaved1F1B", layers=8),
     **{f"{schedule} 2x2": _pipeline(4, schedule, shard=2) for schedule in SHARDED},
 }
+
+
+def trainer_of(layout: Layout) -> str:
+    """Its option of the group ``trainer``."""
+    return layout.overrides[0].removeprefix("trainer=")
+
+
+LAYOUTS |= {
+    row.name: Layout(row.ranks, (f"trainer={row.trainer}", *row.settings), data_ranks=row.readers)
+    for row in crash_draw.LAYOUTS
+    if row.trainer not in set(map(trainer_of, LAYOUTS.values()))
+}
+
+
+def with_others(*names: str) -> tuple[str, ...]:
+    """``names``, and a layout of each option that none of them has."""
+    known = {trainer_of(LAYOUTS[name]) for name in names}
+    others = {trainer_of(layout): name for name, layout in LAYOUTS.items() if trainer_of(layout) not in known}
+    return (*names, *others.values())
+
 
 _BASE = (
     "model=nano", "precision=fp32", "model.hidden_size=32", "model.intermediate_size=64", "model.num_key_value_heads=1",

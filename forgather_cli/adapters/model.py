@@ -154,7 +154,7 @@ def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: t
             why = f"loss={loss} multiplies with the head's weight itself; set loss=cross_entropy"
             ids = ",".join(f"{each}:{typed(numbers)}" for each, numbers in rows.items())
             lost = f"; the end of a turn is not learned without 'adapter.trainable_token_indices={{{ids}}}'"
-        elif head is layer and layer.weight is source.weight and getattr(config.trainer, "type", None) == "pipeline":
+        elif head is layer and layer.weight is source.weight and config.trainer.cuts_layers:
             why = f"under trainer=pipeline {name} is on another stage than the embedding that it shares them with"
     if why is not None and asked:
         raise ModelError(f"adapter.trainable_token_indices: {why}, or trainable_token_indices=[]")

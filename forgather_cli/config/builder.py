@@ -22,7 +22,7 @@ from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, named,
 from forgather_cli.config.overrides import Change, apply, full_path, typed_paths
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import services, shipped_groups, typed
+from forgather_cli.config.schema import TrainerSettings, services, shipped_groups, typed
 from forgather_cli.config.targets import target_problems
 from forgather_cli.config.translation import Translation
 from forgather_cli.documents.regular_files import read_json_object
@@ -245,7 +245,7 @@ class ConfigBuilder:
         try:
             if isinstance(name, str) and name != "???":
                 source, found = f"accelerate_config={name}", accelerate_settings(Path(name), own_decoder=own_decoder)
-            elif name is None and kinds.get("trainer") == "single" and (alone := launched_alone()):
+            elif name is None and kinds.get("trainer") in TrainerSettings.one_process() and (alone := launched_alone()):
                 self.notes.append(alone)
                 return
             elif name is None and is_launched():

@@ -44,7 +44,7 @@ def _torch_compile(config: Config, gpu: Any) -> tuple[bool, str]:
     model, length = config.model, getattr(config.data, "seq_len", None)
     if gpu is None and not config.device.startswith("cuda"):
         return False, "not on CUDA"
-    if isinstance(config.trainer, Target) or getattr(config.trainer, "splits_backward", False):
+    if isinstance(config.trainer, Target) or config.trainer.splits_backward:
         return False, "the trainer may not take it"
     size = 0 if isinstance(model, Target) else model.num_parameters(vocab_size=2**15)
     if config.max_steps < 1 or length is None or not size:

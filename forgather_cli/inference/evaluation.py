@@ -24,8 +24,8 @@ from forgather_cli.config.schema import (
     InstructSettings,
     NoAdapter,
     QLoRASettings,
-    SingleSettings,
     Target,
+    value_at,
 )
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
@@ -110,7 +110,7 @@ def evaluate_source(
     return {
         "step": None if found.reader is None else found.reader.step,
         "model": str(found.path),
-        "trainer": getattr(config.trainer, "type", None) or getattr(config.trainer, "path", None),
+        "trainer": str(value_at(config, "trainer")),
         "ranks": world().size,
         "precision": config.precision.type,
         "data": data.description,
@@ -137,7 +137,7 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
     """Collective. Give the strategy the model: any kind on one device; of several ranks each reads what it holds."""
     device, described = strategy.device, _described_by(found.directory)
     is_directory = (described / "config.json").is_file()
-    if is_directory and isinstance(config.trainer, SingleSettings):
+    if is_directory and config.trainer.is_one_process:
         dtype = torch.bfloat16 if isinstance(config.precision, BF16TrueSettings) else torch.float32
 
         def load() -> nn.Module:
@@ -153,7 +153,7 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
         from forgather_cli.adapters.directory import read_adapter
 
         adapter = read_adapter(found.directory)
-        if isinstance(adapter.settings, QLoRASettings) and getattr(config.trainer, "type", None) != "ddp":
+        if isinstance(adapter.settings, QLoRASettings) and not config.trainer.trains_quantized:
             raise ModelError(
                 f"{found.path}: was trained beside a base in four bits, and runs under trainer=single and ddp; set one"
             )

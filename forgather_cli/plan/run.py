@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.decided import decided
@@ -20,6 +20,7 @@ from forgather_cli.config.schema import (
     Seq2SeqSettings,
     Target,
     Ul2Settings,
+    value_at,
 )
 from forgather_cli.errors import ConfigError
 from forgather_cli.hub import with_local_model
@@ -108,16 +109,14 @@ def make_plan(config: Config) -> RunPlan:
     world_size = plan_layout(config).world
     counts = cached_token_counts(config.data, model_tokens=most_tokens(config)) or {}
     seq_len, (vocab_size, num_new) = _seq_len(config), _vocabulary(config, counts)
-    if isinstance(config.trainer, PipelineSettings):
-        batch = batch_plan(config, config.trainer.shard, multiple_of=config.trainer.n_microbatches)
-    else:  # a user's strategy is taken for data parallel
-        batch = batch_plan(config, world_size)
+    data_ranks = config.trainer.shard if config.trainer.cuts_layers else world_size
+    batch = batch_plan(config, data_ranks, multiple_of=config.trainer.n_microbatches)
     made = RunPlan(
         model=config.model.path if isinstance(config.model, Target) else config.model.type,
         vocab_size=vocab_size,
         seq_len=seq_len,
         parameters=[],
-        trainer=config.trainer.path if isinstance(config.trainer, Target) else config.trainer.type,
+        trainer=str(value_at(config, "trainer")),
         precision=config.precision.type,
         auto_because=next((each.why for each in decisions if each.path == "precision"), ""),
         world_size=world_size,
@@ -143,7 +142,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) ->
     seq_len = made.seq_len
     model, rows, stages, memory_of = _on_meta(config, vocab_size, num_new, seq_len, made.world_size)
     warn_of_other_ids(model, config.data)
-    piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
+    piped: Any = config.trainer if stages else None
     optimizer, total = optimizer_bytes(rows), sum(row.numel for row in rows)
     base = 0 if isinstance(config.adapter, NoAdapter) else frozen_bytes(rows)  # which a checkpoint has by its hash
     planned = []
@@ -209,7 +208,8 @@ def _on_meta(
     rows = parameter_rows(model, config)
     shape, decoder_len = getattr(model, "settings", None), _decoder_len(config)
     costs = activations_of(config, shape, model) if seq_len else None
-    stages = pipeline.stages_of(trainer, build, rows, world) if isinstance(trainer, PipelineSettings) else []
+    piped = trainer if isinstance(trainer, PipelineSettings) else None  # other strategies: as if each rank held all
+    stages = [] if piped is None else pipeline.stages_of(piped, build, rows, world)
     layers = len({(row.stack, row.layer) for row in rows if row.layer is not None})
 
     def memory_of(micro_batch: int) -> list[RankMemory]:
@@ -217,8 +217,8 @@ def _on_meta(
         activations = None if costs is None else costs.of(range(layers), tokens)
         if isinstance(shape, EncoderDecoderSettings) and seq_len:
             activations = paired_activations(config, shape, micro_batch, seq_len, decoder_len)
-        if isinstance(trainer, PipelineSettings):
-            ranks = pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
+        if piped is not None:
+            ranks = pipeline.by_rank(config, piped, stages, world, costs, tokens // piped.n_microbatches)
         elif isinstance(trainer, FSDP2Settings):
             ranks = memory.sharded(config, trainer, rows, world, activations)
         else:

@@ -175,7 +175,7 @@ def check_shares(strategy: Strategy, here: World, group: Any) -> None:
 
 
 def check_supported(args: Any, strategy: Strategy) -> None:
-    """Raise ConfigError for settings that a user's strategy does not support; config checks ours."""
+    """Raise ConfigError for settings that a user's strategy does not support; config has checked ours."""
     name = f"the strategy {strategy.name}"
     problems = []
     if args.torch_compile and not strategy.supports_compile:

@@ -40,7 +40,6 @@ class DataParallel(Strategy):
     supports_fp16 = DDPSettings.supports_fp16
     supports_compile = True
     compiles_with_loss = DDPSettings.compiles_with_loss
-    supports_optimizer_in_backward = DDPSettings.supports_optimizer_in_backward
     model_group = None
 
     def __init__(

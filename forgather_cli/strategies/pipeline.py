@@ -89,13 +89,6 @@ class Pipeline(Strategy):
             self._sharding = Sharding(mesh["shard"], self.ddp_group, device, gathering, policy)
         self._even_microbatches = EvenMicrobatches(distributed.cpu_group() if settings.shard > 1 else None, device)
 
-    @classmethod
-    def from_settings(
-        cls, option: PipelineSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None
-    ) -> Pipeline:
-        """Called by ``build_strategy`` with the options of the config."""
-        return cls(option, device, loss, precision)
-
     # ------------------------------------------------------------------------------------------------------- building
 
     def materialize(self, spec: ModelSpec) -> None:

@@ -50,6 +50,7 @@ def strategy_of(config: Config, objects: Objects) -> tuple[Strategy, Loss | None
                 "precision: fp16 scales the loss, which the given strategy does not; give its settings as strategy, or "
                 "leave it out"
             )
+        check_supported(config, objects.made_strategy)
         return objects.made_strategy, None, None, None
     device, fused = pick_device(config.device), objects.fused_loss_factory
     loss = build_loss(config.loss, loss_fn=objects.loss_fn, fused_loss_factory=fused, device=device)
@@ -76,7 +77,6 @@ def model_spec(
     """
     from forgather_cli.models import transform
 
-    check_supported(config, strategy)
     of_settings, minimised = losses
     options = transform.compile_options(config) if config.torch_compile else None
     as_one = strategy.compiles_with_loss and minimised is not None and minimised.compiles

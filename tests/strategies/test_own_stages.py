@@ -111,7 +111,7 @@ def materialized(splitter: str | None, loss: Any = None, **settings: Any) -> Non
     from forgather_cli.strategies.pipeline import Pipeline
 
     made = PipelineSettings(model_splitter=None if splitter is None else Target(f"own_stages.{splitter}"), **settings)
-    strategy = Pipeline.from_settings(made, torch.device("cpu"), build_loss(loss), None)
+    strategy = Pipeline(made, torch.device("cpu"), build_loss(loss), None)
     strategy.materialize(ModelSpec(lambda: Words(9)))
 
 

@@ -56,7 +56,7 @@ Batch = dict[str, Tensor]
 def pipeline_of(spec: ModelSpec, loss: Loss | None = None, precision: Any = None, **settings: Any) -> Any:
     from forgather_cli.strategies.pipeline import Pipeline
 
-    pipeline = Pipeline.from_settings(PipelineSettings(**settings), CPU, loss or CrossEntropy(), precision)
+    pipeline = Pipeline(PipelineSettings(**settings), CPU, loss or CrossEntropy(), precision)
     pipeline.materialize(spec)
     return pipeline
 

@@ -100,7 +100,7 @@ class LoRASettings(Settings):
                 f"precision: {config.precision.type} changes the layers that adapter={self.type} adapts; set "
                 "precision=bf16"
             )
-        if getattr(config.trainer, "shard", 1) > 1 and config.trainer.type == "pipeline":
+        if config.trainer.cuts_layers and config.trainer.shards_parameters:
             yield (
                 f"trainer.shard: a pipeline whose stages are sharded does not train adapter={self.type} yet, got "
                 f"{config.trainer.shard}; set shard=1, or trainer=fsdp2"
@@ -123,8 +123,8 @@ class QLoRASettings(LoRASettings):
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
-        kind = getattr(config.trainer, "type", None)
-        if kind not in ("single", "ddp"):
+        if not config.trainer.trains_quantized:
+            kind = getattr(config.trainer, "type", None)
             yield f"adapter: qlora trains under trainer=single and ddp yet, got trainer={kind}; set adapter=lora"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
 from importlib import import_module
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -53,7 +54,9 @@ class Option(Settings):
     members: ClassVar[list[type[Option]]]
     """The options of the group."""
     maker: ClassVar[str] = ""
-    """``module:name`` of what makes it, imported where it is used. The base class says how it is called."""
+    """``module:name`` or ``module:Class.method`` of what makes it, imported where it is used. The base class says how
+    it is called.
+    """
 
     type: str
 
@@ -70,7 +73,7 @@ class Option(Settings):
     def load_maker(self) -> Any:
         """What ``maker`` names."""
         module, _, name = self.maker.partition(":")
-        return getattr(import_module(module), name)
+        return attrgetter(name)(import_module(module))
 
     def arguments(self) -> dict[str, Any]:
         """What the maker is called with, by name: the fields without ``type`` and those that the base class has."""

@@ -25,6 +25,7 @@ from forgather_cli.config.schema.base import (
     only_where,
     settings,
 )
+from forgather_cli.config.schema.trainer import NEEDS_RANKS
 from forgather_cli.documents.regular_files import GIVE_RECORDS, RECORDS
 
 
@@ -33,10 +34,9 @@ def _undispatched(config: Any) -> Void | None:
     if not config.data.is_stream:
         streams = "data._target_, or data=hf with streaming=true"
         return Void("data", f"ranks read its samples by number; give iterable data ({streams})")
-    return _ALONE.void(config)
+    return NEEDS_RANKS.void(config)
 
 
-_ALONE = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
 WITHOUT_EVAL_FILES = only_where("data.eval_files", lambda files: not files, "leave eval_files out")
 _CACHED = only_if("data.streaming", False)
 _OF_DIRECTORY = only_where("data.tokenizer", lambda name: name not in ("bytes", "bpe"), "set data.tokenizer=DIR")

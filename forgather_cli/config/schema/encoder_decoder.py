@@ -87,7 +87,7 @@ class EncoderDecoderSettings(WholeSettings):
             )
         if config is None:
             return
-        if getattr(config.trainer, "cuts_layers", False):
+        if config.trainer.cuts_layers:
             yield (
                 f"trainer: {config.trainer.type} cannot cut model=qwen3_encdec into stages, whose decoder layers all "
                 "read the encoder; choose trainer=fsdp2 or ddp"

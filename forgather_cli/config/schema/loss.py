@@ -20,7 +20,7 @@ class _KernelLoss(_Loss):
     type: str
 
     def problems(self, config: Any) -> Iterator[str]:
-        if getattr(config.trainer, "splits_backward", False):
+        if config.trainer.splits_backward:
             yield (
                 f"loss: the kernels of {self.type} have one backward for inputs and weights, which schedule="
                 f"{config.trainer.schedule} splits; set loss=linear_cross_entropy or schedule=1F1B"
@@ -80,7 +80,7 @@ class CutCrossEntropySettings(_KernelLoss):
                 "deterministic: the kernels of loss=cut_cross_entropy add up in any order; set deterministic=false or "
                 "loss=linear_cross_entropy"
             )
-        in_fp32 = config.precision.type == "fp32" and getattr(config.trainer, "param_dtype", None) in (None, "fp32")
+        in_fp32 = config.precision.type == "fp32" and config.trainer.param_dtype in (None, "fp32")
         if config.device.partition(":")[0] == "cuda" and in_fp32:
             yield (
                 "loss: the backward of cut_cross_entropy takes bf16 or fp16, got precision=fp32; set precision=bf16 or "

@@ -118,7 +118,7 @@ class OptimizerSettings(Option):
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from self.group_problems()
-        if getattr(config.trainer, "shards_parameters", False):
+        if config.trainer.shards_parameters:
             owns = {f"optimizer.groups.{name}.optimizer": group.optimizer for name, group in self.groups.items()}
             for where, option in {"optimizer": self, **owns}.items():
                 if isinstance(option, OptimizerSettings) and not option.trains_shards:

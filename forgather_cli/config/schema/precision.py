@@ -46,8 +46,8 @@ class BF16Settings(Settings):
     stream: Literal["bf16", "fp32"] | None = None  # null: fp32, and what is gathered where weights are sharded
 
     def problems(self, config: Any) -> Iterator[str]:
-        held = getattr(config.trainer, "param_dtype", None) or "bf16"
-        if getattr(config.trainer, "shards_parameters", False) and self.stream not in (None, held):
+        held = config.trainer.param_dtype or "bf16"
+        if config.trainer.shards_parameters and self.stream not in (None, held):
             yield (
                 f"precision.stream: where weights are sharded (trainer=fsdp2, or pipeline with shard above 1) it is "
                 f"{held} as they are, got {self.stream}; set precision.stream=null or trainer=ddp"

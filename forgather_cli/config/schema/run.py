@@ -40,12 +40,11 @@ from forgather_cli.config.schema.optimizer import OptimizerOption
 from forgather_cli.config.schema.paired import DataOption
 from forgather_cli.config.schema.precision import PrecisionOption
 from forgather_cli.config.schema.scheduler import SchedulerOption
-from forgather_cli.config.schema.trainer import PipelineSettings, SingleSettings, TrainerOption
+from forgather_cli.config.schema.trainer import NEEDS_RANKS, TrainerOption
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import is_name
 
-_SEVERAL_RANKS = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
-_IN_STAGES = only_if("trainer", "pipeline")
+_IN_STAGES = OnlyIf(lambda config, *_: None if config.trainer.cuts_layers else Void("trainer", "set trainer=pipeline"))
 _WORKERS = only_where("dataloader_num_workers", bool, "set dataloader_num_workers above 0")
 _COMPILED = only_if("torch_compile", True, "auto", remedy="set torch_compile=true")
 _EVALUATES = only_if("eval_strategy", "steps", "epoch", remedy="set eval_strategy=steps")
@@ -112,7 +111,7 @@ class RunSettings(Settings):
     async_save: bool = True
     save_timeout: PositiveFloat = 600.0
     verify_checkpoint: Literal["full", "size", "none"] = "full"
-    replication_check: Annotated[Literal["none", "quick", "tensor", "full"], _SEVERAL_RANKS] = "tensor"
+    replication_check: Annotated[Literal["none", "quick", "tensor", "full"], NEEDS_RANKS] = "tensor"
     load_best_model_at_end: bool = False
     metric_for_best_model: Annotated[str, NEEDS_EVALUATION] = "eval_loss"
     greater_is_better: Annotated[bool, NEEDS_EVALUATION] = False
@@ -165,13 +164,13 @@ class RunSettings(Settings):
     hang_report_after: PositiveFloat = 30.0
     hang_timeout: PositiveFloat = 1800.0
 
-    nproc_per_node: Annotated[PositiveInt | Literal["auto"], _SEVERAL_RANKS] = "auto"
-    nnodes: Annotated[PositiveInt, _SEVERAL_RANKS] = 1
-    node_rank: Annotated[Count, _SEVERAL_RANKS] = 0
-    rdzv_endpoint: Annotated[str | None, _SEVERAL_RANKS] = None
-    rdzv_backend: Annotated[str | None, _SEVERAL_RANKS] = None
-    rdzv_id: Annotated[str | None, _SEVERAL_RANKS] = None
-    max_restarts: Annotated[Count, _SEVERAL_RANKS] = 0
+    nproc_per_node: Annotated[PositiveInt | Literal["auto"], NEEDS_RANKS] = "auto"
+    nnodes: Annotated[PositiveInt, NEEDS_RANKS] = 1
+    node_rank: Annotated[Count, NEEDS_RANKS] = 0
+    rdzv_endpoint: Annotated[str | None, NEEDS_RANKS] = None
+    rdzv_backend: Annotated[str | None, NEEDS_RANKS] = None
+    rdzv_id: Annotated[str | None, NEEDS_RANKS] = None
+    max_restarts: Annotated[Count, NEEDS_RANKS] = 0
 
     def recomputes(self, layer: int) -> bool:
         """Whether activations of this layer, counted from 0 in its stack of the full model, are computed again."""
@@ -210,10 +209,10 @@ class Config(RunSettings):
     @property
     def known_world(self) -> int | None:
         """Ranks of the whole job where the config says so; None under ``nproc_per_node=auto``."""
-        if isinstance(self.trainer, SingleSettings):
+        if self.trainer.is_one_process:
             return 1
         if self.nproc_per_node == "auto":
-            return self.nnodes if isinstance(self.trainer, Target) else None
+            return self.nnodes if self.trainer.is_one_process is None else None
         return self.nproc_per_node * self.nnodes
 
     def problems(self, config: Any = None) -> Iterator[str]:
@@ -282,10 +281,8 @@ class Config(RunSettings):
     def _batch_problems(self) -> Iterator[str]:
         plan = None  # where only the launch knows the number of ranks
         try:
-            if isinstance(self.trainer, PipelineSettings):
-                plan = batch_plan(self, self.trainer.shard, multiple_of=self.trainer.n_microbatches)
-            elif self.known_world is not None:
-                plan = batch_plan(self, self.known_world)
+            if ranks := self.trainer.shard if self.trainer.cuts_layers else self.known_world:
+                plan = batch_plan(self, ranks, multiple_of=self.trainer.n_microbatches)
         except ConfigError as error:
             yield from error.problems
         if self.auto_find_batch_size and self.fuse_optim_with_backward:

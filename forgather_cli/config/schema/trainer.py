@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from forgather_cli.config.schema.base import (
     Count,
     FilePath,
     NonNegative,
+    OnlyIf,
+    Option,
     PositiveInt,
     Settings,
     Target,
+    Void,
     by_type,
     only_if,
+    options,
     settings,
 )
 from forgather_cli.errors import ConfigError
@@ -23,23 +27,47 @@ if TYPE_CHECKING:
     from forgather_cli.config.own_schedule import OwnSchedule
 
 
-class _Trainer(Settings):
-    """Facts about a strategy, which config, plan and the strategy read. A user's strategy states its own on itself."""
+class TrainerFacts:
+    """What config, launch and plan ask of a strategy; the values are those of a user's and of plain data parallel."""
 
-    type: str
-
+    is_one_process: ClassVar[bool | None] = False
+    """It trains in the process itself, without a process group. None: only the user knows."""
     min_ranks: ClassVar[int] = 1
-    max_ranks: ClassVar[int | None] = None
     supports_fp16: ClassVar[bool] = True
     supports_optimizer_in_backward: ClassVar[bool] = True
     compiles_with_loss: ClassVar[bool] = False
-    """Model and loss can be compiled as one; else the blocks."""
+    """Model and loss can be compiled as one, as the strategy says too; else the blocks."""
     trains_given_parameters: ClassVar[bool] = True
     """The parameters that an optimizer gets are those of the model as it was built."""
+    trains_quantized: ClassVar[bool] = False
+    """It trains beside parameters in four bits."""
     takes_built_model: ClassVar[bool] = True
     """It trains a model that is there already; else it builds its own."""
     cuts_layers: ClassVar[bool] = False
-    """Each rank holds some of the layers."""
+    """Each rank holds some of the layers, and ``shard`` of them read different data."""
+    # fields of some options: without annotations here, whose order is that of ``config explain``
+    shard = n_microbatches = 1
+    """Pipelines side by side, each with its own data; equal parts that a micro-batch is cut into."""
+    param_dtype = cast(str | None, None)
+    """Of the gathered weights, where not ``precision`` says it."""
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Each rank holds some rows of its parameters."""
+        return False
+
+    @property
+    def splits_backward(self) -> bool:
+        """Gradients of inputs and of weights are computed at different times."""
+        return False
+
+
+class TrainerSettings(TrainerFacts, Option):
+    """An option of ``trainer``: a strategy, and the facts about it that config, launch and plan read.
+
+    ``maker(option, device, loss, precision)`` returns its ``strategies.base.Strategy``; every rank calls it, and the
+    default process group is there unless ``is_one_process``.
+    """
 
     def problems(self, config: Any) -> Iterator[str]:
         if config.precision.type == "fp16" and not self.supports_fp16:
@@ -57,18 +85,31 @@ class _Trainer(Settings):
                 "trainer=fsdp2"
             )
 
-    @property
-    def shards_parameters(self) -> bool:
-        """Each rank holds some rows of its parameters."""
-        return False
+    @classmethod
+    def one_process(cls) -> set[str]:
+        """The options that train in one process, for those who have only a name."""
+        return {option.type for option in options(cls) if option.is_one_process}
+
+
+@dataclass(frozen=True)
+class TrainerTarget(Target, TrainerFacts):
+    """A strategy of the user's, which states on itself what it supports."""
+
+    is_one_process: ClassVar[bool | None] = None
+
+
+_ONE_PROCESS = Void("trainer", "choose trainer=ddp, fsdp2 or pipeline")
+NEEDS_RANKS = OnlyIf(lambda config, *_: _ONE_PROCESS if config.trainer.is_one_process else None)
 
 
 @settings
-class SingleSettings(_Trainer):
+class SingleSettings(TrainerSettings):
     """One device, in the process itself."""
 
-    max_ranks: ClassVar[int | None] = 1
+    maker: ClassVar[str] = "forgather_cli.strategies.single:SingleDevice.from_settings"
+    is_one_process: ClassVar[bool | None] = True
     compiles_with_loss: ClassVar[bool] = True
+    trains_quantized: ClassVar[bool] = True
 
     type: Literal["single"] = "single"
 
@@ -106,9 +147,13 @@ class PostLocalSGD(Settings):
 
 
 @settings
-class DDPSettings(_Trainer):
+class DDPSettings(TrainerSettings):
+    """Data parallel: every rank holds the whole model and reads its slice of each batch."""
+
+    maker: ClassVar[str] = "forgather_cli.strategies.ddp:DataParallel.from_settings"
     supports_optimizer_in_backward: ClassVar[bool] = False
     compiles_with_loss: ClassVar[bool] = True
+    trains_quantized: ClassVar[bool] = True
 
     type: Literal["ddp"] = "ddp"
     broadcast_buffers: bool = True
@@ -142,7 +187,10 @@ Schedule = Literal[
 
 
 @settings
-class PipelineSettings(_Trainer):
+class PipelineSettings(TrainerSettings):
+    """Pipeline parallel: every rank holds some of the layers."""
+
+    maker: ClassVar[str] = "forgather_cli.strategies.pipeline:Pipeline"
     min_ranks: ClassVar[int] = 2
     cuts_layers: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
@@ -289,7 +337,10 @@ class PipelineSettings(_Trainer):
 
 
 @settings
-class FSDP2Settings(_Trainer):
+class FSDP2Settings(TrainerSettings):
+    """Fully sharded data parallel: every rank holds a slice of every parameter."""
+
+    maker: ClassVar[str] = "forgather_cli.strategies.fsdp2:FullyShard"
     trains_given_parameters: ClassVar[bool] = False
 
     type: Literal["fsdp2"] = "fsdp2"
@@ -322,4 +373,4 @@ class FSDP2Settings(_Trainer):
             yield "block_classes: names no class, got []; set block_classes=null for the model's repeated blocks"
 
 
-TrainerOption = Annotated[SingleSettings | DDPSettings | PipelineSettings | FSDP2Settings | Target, by_type]
+TrainerOption = Annotated[TrainerSettings | TrainerTarget, by_type]
