@@ -55,7 +55,7 @@ ALLOWED = {
     "runs": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "inference": {
         "adapters.directory", "adapters.load", "checkpoint", "config.decode", "data", "distributed",
-        "finalize.quantize", "loss", "models", "strategies.base",
+        "finalize.quantize", "loss", "models", "precision", "strategies.base",
         "strategies.build", "trainer",
     },
     "trainer": {
@@ -64,7 +64,7 @@ ALLOWED = {
         "data.chat.ends", "loss", "optim", "models.attention", "models.parts", "models.transform", "models.pretrained",
         "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
-        "precision", "quantized.convert", "targets",
+        "precision", "targets",
         "callbacks.build", "callbacks.norms", "callbacks.textgen", "launch.exit_status", "launch.run_lock",
         "launch.signals",
     },

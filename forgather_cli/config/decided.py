@@ -17,7 +17,6 @@ from forgather_cli.config.schema import (
     EncoderDecoderSettings,
     LigerSettings,
     LinearCrossEntropySettings,
-    NoAdapter,
     PretrainedSettings,
     Target,
     typed,
@@ -75,7 +74,7 @@ def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
     if config.torch_compile:
         return plain, "torch_compile=true fuses it with the head"
     ours = isinstance(config.model, DecoderSettings | EncoderDecoderSettings | PretrainedSettings)
-    if not ours or not isinstance(config.adapter, NoAdapter):
+    if not ours or config.adapter.freezes_base:
         return plain, "an adapter, or a class that is not ours, may do more to its logits than its head does"
     has_liger = all(find_spec(package) for package in ("liger_kernel", "triton"))
     for option in (LigerSettings(), LinearCrossEntropySettings())[not has_liger :]:

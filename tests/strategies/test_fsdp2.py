@@ -27,7 +27,7 @@ from whole_batch import reference as steps_of
 from forgather_cli.config.schema import AdamWSettings, BF16Settings, FSDP2Settings, RunSettings, SGDSettings
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import ModelError, SetupError
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models.build import load_pretrained
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate

@@ -51,6 +51,8 @@ class Option(Settings):
     """The options of the group."""
     maker: ClassVar[str] = ""
     """``module:name`` of what makes it, imported where it is used. The base class says how it is called."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """An extra of ours, and the packages that it brings: a run begins where all of them are."""
 
     type: str
 
