@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from parity import LAYOUTS, go_on, train
+from parity import BASE, LAYOUTS, go_on, train
 from program import SMALL, document
 
 from forgather_cli.config.schema import Option
 from forgather_cli.run_dir import RunDir
 
 _Row = TypeVar("_Row")
-_BASE = (
+WITHOUT_MODEL = tuple(each for each in BASE if not each.startswith("model"))
+_SHORT = (
     "data=synthetic", "data.num_samples=64", "data.num_eval_samples=4", "data.tokenizer=bytes", "global_batch_size=4",
     "per_device_train_batch_size=2", "max_steps=3", "warmup_steps=1", "deterministic=true",
     "+callbacks.probe.save_at=[1]", "device=cpu",
@@ -33,13 +34,15 @@ def row(table: Mapping[str, _Row], option: Option) -> _Row:
     return table[option.type]
 
 
-def assert_trained_on_ranks_and_resumed(root: Path, *words: str, near: float = 1e-5, norms: float = 1e-4) -> None:
+def assert_trained_on_ranks_and_resumed(
+    root: Path, *words: str, near: float = 1e-5, norms: float = 1e-4, base: tuple[str, ...] = BASE
+) -> None:
     """Two ranks agree with one device within ``near`` (losses) and ``norms``, and are resumed bit by bit."""
-    alone = train(LAYOUTS["single"], (*_BASE, *words), root / "alone")
-    ranks = train(LAYOUTS["ddp 2"], (*_BASE, *words), root / "ranks")
+    alone = train(LAYOUTS["single"], (*_SHORT, *words), root / "alone", base=base)
+    ranks = train(LAYOUTS["ddp 2"], (*_SHORT, *words), root / "ranks", base=base)
     assert ranks.losses == pytest.approx(alone.losses, rel=near)
     assert ranks.norms == pytest.approx(alone.norms, rel=norms)
-    again = go_on(LAYOUTS["ddp 2"], (*_BASE, *words), RunDir(ranks.path).checkpoint(1), root / "again")
+    again = go_on(LAYOUTS["ddp 2"], (*_SHORT, *words), RunDir(ranks.path).checkpoint(1), root / "again", base=base)
     assert (again.losses, again.norms) == (ranks.losses[1:], ranks.norms[1:])
 
 

@@ -14,6 +14,7 @@ import tiny
 import forgather_cli
 from forgather_cli import Run, compose
 from forgather_cli.config.schema import LossOption, OptimizerOption, Target, TrainerOption
+from forgather_cli.config.schema import options as options_of
 from forgather_cli.errors import ConfigError, SetupError
 
 SMALL = (*program.SMALL, "max_steps=3")
@@ -89,7 +90,7 @@ def test_what_is_refused_says_what_to_write(words: tuple[Any, ...], named: dict[
 
 def test_the_settings_of_every_option_that_a_script_may_give_are_offered() -> None:
     for union in (OptimizerOption, LossOption, TrainerOption):
-        options = set(get_args(get_args(union)[0])) - {Target}
+        options = {each for kind in get_args(get_args(union)[0]) for each in options_of(kind)} - {Target}
         assert options
         assert {option.__name__ for option in options} <= set(forgather_cli.__all__)
 
