@@ -92,7 +92,7 @@ def with_others(*names: str) -> tuple[str, ...]:
     return (*names, *others.values())
 
 
-_BASE = (
+BASE = (
     "model=nano", "precision=fp32", "model.hidden_size=32", "model.intermediate_size=64", "model.num_key_value_heads=1",
     f"data.seq_len={SEQ_LEN}", "callbacks=minimal", "callbacks.progress=null", "callbacks.json=null",
     "callbacks.metrics=null", "+callbacks.probe._target_=parity.Probe", "max_steps=20", "warmup_steps=3",
@@ -199,7 +199,7 @@ def checkpoint_tensors(run: RunDir, step: int | None = None) -> dict[str, Tensor
 
 
 def train(
-    layout: Layout, settings: Sequence[str], path: Path, *, resume: bool = False, base: tuple[str, ...] = _BASE
+    layout: Layout, settings: Sequence[str], path: Path, *, resume: bool = False, base: tuple[str, ...] = BASE
 ) -> Result:
     """Train under ``layout`` with overrides of ``base``, on the ranks of the pool, or in this process for one rank.
 
@@ -212,7 +212,7 @@ def train(
 
 
 @functools.cache
-def composed_of(overrides: tuple[str, ...], base: tuple[str, ...] = _BASE) -> Config:
+def composed_of(overrides: tuple[str, ...], base: tuple[str, ...] = BASE) -> Config:
     return load_config(None, [*base, *overrides]).config
 
 
@@ -252,10 +252,12 @@ def assembled(shares: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
     return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in joined}
 
 
-def go_on(layout: Layout, settings: Sequence[str], checkpoint: Path, path: Path) -> Result:
+def go_on(
+    layout: Layout, settings: Sequence[str], checkpoint: Path, path: Path, *, base: tuple[str, ...] = BASE
+) -> Result:
     """Go on from another run's checkpoint in a run directory of its own."""
     shutil.copytree(checkpoint, RunDir(path).checkpoints / checkpoint.name)
-    return train(layout, settings, path, resume=True)
+    return train(layout, settings, path, resume=True, base=base)
 
 
 @functools.cache

@@ -34,7 +34,7 @@ from forgather_cli.config.schema import Config, LoRASettings, QLoRASettings
 from forgather_cli.errors import ModelError
 from forgather_cli.models.build import weights_of
 from forgather_cli.models.parts import train_only
-from forgather_cli.precision import compute_dtype
+from forgather_cli.precision.dtypes import compute_dtype
 from forgather_cli.shards import fill_local, local, not_finite
 from forgather_cli.terminal.bars import doing
 

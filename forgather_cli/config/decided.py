@@ -14,7 +14,6 @@ from forgather_cli.config.schema import (
     CrossEntropySettings,
     LigerSettings,
     LinearCrossEntropySettings,
-    NoAdapter,
     Target,
     typed,
 )
@@ -68,7 +67,7 @@ def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
     if config.torch_compile:
         return plain, "torch_compile=true fuses it with the head"
     is_plain = not isinstance(config.model, Target) and config.model.head_gives_logits
-    if not is_plain or not isinstance(config.adapter, NoAdapter):
+    if not is_plain or config.adapter.freezes_base:
         return plain, "an adapter, or a class that is not ours, may do more to its logits than its head does"
     has_liger = all(find_spec(package) for package in ("liger_kernel", "triton"))
     for option in (LigerSettings(), LinearCrossEntropySettings())[not has_liger :]:

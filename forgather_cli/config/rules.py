@@ -21,11 +21,11 @@ def rule_problems(config: Config, layers: Mapping[str, int] = MappingProxyType({
     ``layers``: path -> number of the layer that set it, innermost recipe first, command line last. A setting that a
     later layer makes void (``save_steps`` in the recipe, ``save_strategy=no`` on the command line) is no mistake.
     """
-    owners = dict(_owners("", config))
+    found = dict(owners("", config))
     contradictions = [
-        problem for each in owners.values() if isinstance(each, Settings) for problem in each.problems(config)
+        problem for each in found.values() if isinstance(each, Settings) for problem in each.problems(config)
     ]
-    return [*contradictions, *_unread(config, owners, layers)]
+    return [*contradictions, *_unread(config, found, layers)]
 
 
 def world_problems(config: Config, world: int) -> list[str]:
@@ -33,13 +33,13 @@ def world_problems(config: Config, world: int) -> list[str]:
     return rule_problems(dataclasses.replace(config, nproc_per_node=world, nnodes=1, node_rank=0))
 
 
-def _owners(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+def owners(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Every settings object with the prefix of its fields' paths: the run, each option, what is nested in them."""
     yield prefix, value
     for field in dataclasses.fields(value):
         child = getattr(value, field.name)
         if dataclasses.is_dataclass(child):
-            yield from _owners(f"{prefix}{field.name}.", child)
+            yield from owners(f"{prefix}{field.name}.", child)
 
 
 def _unread(config: Config, owners: Mapping[str, Any], layers: Mapping[str, int]) -> Iterator[str]:

@@ -88,7 +88,7 @@ def quantize_directory(
     check_recipe(recipe, device)
     config = read_config(directory)
     done, as_rows = sort_layers(directory, recipe, group_size=group_size, exclude=exclude, tables=tables)
-    for line in (*done.lines(), *([f"stored as int8 rows: {', '.join(as_rows)}"] if as_rows else [])):
+    for line in (*done, *([f"stored as int8 rows: {', '.join(as_rows)}"] if as_rows else [])):
         _log.info("%s", line)
     stored, rows = stored_as(recipe, group_size), stored_as(_TABLES)
     configs = {f"{name}.weight": stored for name in done.converted} | {f"{name}.weight": rows for name in as_rows}

@@ -18,15 +18,7 @@ from torch import nn
 
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
-from forgather_cli.config.schema import (
-    BF16TrueSettings,
-    Config,
-    InstructSettings,
-    NoAdapter,
-    QLoRASettings,
-    Target,
-    value_at,
-)
+from forgather_cli.config.schema import Config, InstructSettings, NoAdapter, Target, value_at
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.splits import DataSplits
@@ -35,10 +27,12 @@ from forgather_cli.errors import DataError, ModelError
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
 from forgather_cli.inference.source import Located, is_quantized, load_located, locate
-from forgather_cli.loss import EvalMetrics, build_loss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.models.build import construct, directory_option, fill, most_tokens
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.pretrained import num_sentinels, read_config
+from forgather_cli.precision.dtypes import parameter_dtype
 from forgather_cli.run_dir import RunDir, is_adapter_directory
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
@@ -138,7 +132,7 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
     device, described = strategy.device, _described_by(found.directory)
     is_directory = (described / "config.json").is_file()
     if is_directory and config.trainer.is_one_process:
-        dtype = torch.bfloat16 if isinstance(config.precision, BF16TrueSettings) else torch.float32
+        dtype = parameter_dtype(config.precision) or torch.float32
 
         def load() -> nn.Module:
             return load_located(found, device=config.device, dtype=dtype).model
@@ -153,7 +147,7 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
         from forgather_cli.adapters.directory import read_adapter
 
         adapter = read_adapter(found.directory)
-        if isinstance(adapter.settings, QLoRASettings) and not config.trainer.trains_quantized:
+        if adapter.settings.in_four_bits and not config.trainer.trains_quantized:
             raise ModelError(
                 f"{found.path}: was trained beside a base in four bits, and runs under trainer=single and ddp; set one"
             )

@@ -20,18 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from forgather_cli.checkpoint.choice import candidates, would_resume
 from forgather_cli.config.decided import decided, left_open
-from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import (
-    EVALUATED,
-    TOKEN_VARIABLE,
-    Config,
-    FP8Settings,
-    InstructSettings,
-    KernelLoss,
-    QATSettings,
-    QLoRASettings,
-    Target,
-)
+from forgather_cli.config.rules import owners, rule_problems
+from forgather_cli.config.schema import EVALUATED, TOKEN_VARIABLE, Config, InstructSettings, Option, Target
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
 from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
@@ -52,10 +42,6 @@ from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
-
-_KERNELS = {"liger": "liger-kernel", "cut_cross_entropy": "cut-cross-entropy"}
-_OF_KERNELS = ("triton",) if sys.platform == "linux" else ()
-"""Both packages import it, on a CPU too."""
 
 
 @lasting_output()
@@ -356,16 +342,11 @@ def check_surroundings(config: Config) -> None:
     a model in the directory of ``model.path``, and packages, with the command that installs them.
     """
     check_model(config)
-    if isinstance(config.precision, FP8Settings | QATSettings) and find_spec("torchao") is None:
-        what = f"precision={config.precision.type}"
-        raise SetupError(f"{what}: needs the package torchao; pip install 'forgather[quantize]'")
-    if isinstance(config.adapter, QLoRASettings) and find_spec("bitsandbytes") is None:
-        raise SetupError("adapter=qlora: needs the package bitsandbytes; pip install 'forgather[qlora]'")
-    if isinstance(config.loss, KernelLoss):
-        for package in (_KERNELS[config.loss.type], *_OF_KERNELS):
+    for path, option in owners("", config):
+        for package in option.needs[1:] if isinstance(option, Option) else ():
             if find_spec(package.replace("-", "_")) is None:
-                what = f"loss={config.loss.type}"
-                raise SetupError(f"{what}: needs the package {package}; pip install 'forgather[kernels]'")
+                what = f"{path[:-1]}={option.type}: needs the package {package}"
+                raise SetupError(f"{what}; pip install 'forgather[{option.needs[0]}]'")
     # here, where a terminal can be asked; ranks have none
     trackers, said = config.callbacks.trackers, {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys()
     asks = trackers is not None and "wandb" in trackers.names and "mode" not in trackers.init_kwargs.get("wandb", {})

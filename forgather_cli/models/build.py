@@ -18,7 +18,6 @@ from forgather_cli.config.schema import (
     DecoderSettings,
     EncoderDecoderSettings,
     ModelOption,
-    NoAdapter,
     PretrainedSettings,
     Target,
     TransformersSettings,
@@ -45,7 +44,7 @@ def construct(
 ) -> nn.Module:
     """The model of a run without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
     where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
-    if num_new and not isinstance(config.adapter, NoAdapter):
+    if num_new and config.adapter.freezes_base:
         rows = own_vocab_size(config.model) or 0  # a frozen base learns no new ones
         if (vocab_size or 0) > rows:
             raise ModelError(
@@ -82,7 +81,7 @@ def fill(config: Config, device: torch.device, module: nn.Module, seed: int, *, 
     draws_on_device = draws_on_device and not isinstance(config.model, Target) and config.model.draws_on_device
     if draws_on_device:
         log.info("construct_model_on=device draws other numbers than meta and cpu do")
-    num_known = num_known if isinstance(config.adapter, NoAdapter) else None  # beside an adapter no row changes
+    num_known = None if config.adapter.freezes_base else num_known  # beside an adapter no row changes
     initialize(config.model, module, seed, device_generator=draws_on_device, num_known=num_known)
 
 

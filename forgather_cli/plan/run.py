@@ -15,7 +15,6 @@ from forgather_cli.config.schema import (
     EncoderDecoderSettings,
     FSDP2Settings,
     InstructSettings,
-    NoAdapter,
     PipelineSettings,
     Seq2SeqSettings,
     Target,
@@ -144,7 +143,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) ->
     warn_of_other_ids(model, config.data)
     piped: Any = config.trainer if stages else None
     optimizer, total = optimizer_bytes(rows), sum(row.numel for row in rows)
-    base = 0 if isinstance(config.adapter, NoAdapter) else frozen_bytes(rows)  # which a checkpoint has by its hash
+    base = frozen_bytes(rows) if config.adapter.freezes_base else 0  # which a checkpoint has by its hash
     planned = []
     for stage, held in stages:
         shard, count = piped.shard if piped else 1, sum(row.numel for row in held)
@@ -191,7 +190,7 @@ def _on_meta(
 
     from forgather_cli.models.build import build_model
     from forgather_cli.models.transform import cast_parameters
-    from forgather_cli.precision import parameter_dtype
+    from forgather_cli.precision.dtypes import parameter_dtype
     from forgather_cli.trainer.build import choose_trained
 
     def build() -> nn.Module:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from forgather_cli.config.schema import RunSettings, SingleSettings, Target
 from forgather_cli.distributed import join_world, pick_device
-from forgather_cli.loss import Loss, build_loss
-from forgather_cli.precision import autocast_for
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.precision.dtypes import autocast_for
 from forgather_cli.strategies.base import Strategy, check_supported
 from forgather_cli.targets import import_target, make
 

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from forgather_cli.config.schema import FSDP2Settings, PrecisionOption
 from forgather_cli.distributed import cpu_group, world
 from forgather_cli.errors import SetupError
-from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, targets_of
+from forgather_cli.labels import targets_of
+from forgather_cli.loss.base import Loss, ModelWithLoss
+from forgather_cli.loss.model_io import model_kwargs, model_logits
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.mesh import Degrees, have_a_group, mesh_of
 from forgather_cli.strategies.parallelize import EvenMicrobatches, Sharding, parallelize, precision_policy

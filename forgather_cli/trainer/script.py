@@ -27,7 +27,9 @@ from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, MicrobatchLoader, TrainLoader
 from forgather_cli.distributed import cpu_group
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.loss import UserLoss, cross_entropy_sum, loss_and_outputs, num_targets
+from forgather_cli.labels import num_targets
+from forgather_cli.loss.losses import UserLoss, loss_and_outputs
+from forgather_cli.loss.sums import cross_entropy_sum
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.optim.build import Optimizers
 from forgather_cli.run_dir import RunDir

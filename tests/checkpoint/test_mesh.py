@@ -25,7 +25,10 @@ from forgather_cli.callbacks.parameter_norms import SpectralNorms
 from forgather_cli.config.schema import MuonSettings
 from forgather_cli.distributed import gather, rank_in
 from forgather_cli.errors import SetupError
-from forgather_cli.loss import CrossEntropy, ModelWithLoss, model_kwargs, model_logits, num_targets
+from forgather_cli.labels import num_targets
+from forgather_cli.loss.base import ModelWithLoss
+from forgather_cli.loss.losses import CrossEntropy
+from forgather_cli.loss.model_io import model_kwargs, model_logits
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import allocate, init_parameters
 from forgather_cli.models.parts import named_tensors, trainable_parameters

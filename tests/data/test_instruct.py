@@ -23,7 +23,7 @@ from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError
 from forgather_cli.inference.source import load_source
 from forgather_cli.labels import LENGTHS
-from forgather_cli.loss import model_kwargs
+from forgather_cli.loss.model_io import model_kwargs
 
 WITHOUT_BLOCKS = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 NONE = -100

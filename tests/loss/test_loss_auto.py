@@ -15,7 +15,8 @@ from forgather_cli.config.decided import decided
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config, CrossEntropySettings, LigerSettings, LinearCrossEntropySettings
 from forgather_cli.hardware import chunk_tokens
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, build_loss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
 from forgather_cli.plan.run import make_plan
 from forgather_cli.trainer import TrainingArguments
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgather_cli.config.schema import BF16Settings, DDPSettings, PipelineSettings, RunSettings, SingleSettings
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, Loss
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models import transform
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.strategies.base import ModelSpec

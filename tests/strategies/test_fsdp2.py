@@ -34,7 +34,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import ModelError, SetupError
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models.build import initialize
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate

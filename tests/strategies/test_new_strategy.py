@@ -16,7 +16,8 @@ STRATEGY = '''
 
 import torch
 
-from forgather_cli.loss import model_kwargs, model_logits, num_targets
+from forgather_cli.labels import num_targets
+from forgather_cli.loss.model_io import model_kwargs, model_logits
 from forgather_cli.strategies.base import Strategy
 
 

@@ -30,7 +30,9 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import DataError, ModelError
-from forgather_cli.loss import CrossEntropy, Loss, build_loss
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.loss.losses import CrossEntropy
 from forgather_cli.models import files
 from forgather_cli.models.build import initialize
 from forgather_cli.models.cache import KVCache

@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import field
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
     FilePath,
+    Option,
     PositiveFloat,
     PositiveInt,
     Probability,
-    Settings,
     by_type,
     settings,
 )
@@ -21,16 +21,36 @@ from forgather_cli.config.schema.base import (
 ALL_LINEAR = "all-linear"
 
 
+class AdapterSettings(Option):
+    """What is trained beside a model in a directory. Its files are those of PEFT's LoRA (``adapters/directory.py``), so
+    that whatever has an adapter is a ``LoRASettings``: another one that computes or starts otherwise is a subclass.
+
+    ``maker`` is ``(model, settings, config)`` -> lines for the log: it freezes ``model`` (on meta too) in place and
+    gives it its adapters, as ``adapters.model.adapt`` does: ``adapters.layers.Adapted``, which start themselves.
+    """
+
+    freezes_base: ClassVar[bool] = True
+    """Checkpoints hold what is trained beside the model, and of the model its hash."""
+    in_four_bits: ClassVar[bool] = False
+    """The frozen matrices are: on one device at a time."""
+
+
 @settings
-class NoAdapter(Settings):
+class NoAdapter(AdapterSettings):
     """The model itself is trained."""
+
+    freezes_base: ClassVar[bool] = False
 
     type: Literal["none"] = "none"
 
 
 @settings
-class LoRASettings(Settings):
+class LoRASettings(AdapterSettings):
     """Beside each adapted matrix two small ones, whose product times lora_alpha / r is added (Hu et al. 2021)."""
+
+    maker: ClassVar[str] = "forgather_cli.adapters.model:adapt"
+    is_dora: ClassVar[bool] = False
+    """The norms of rows are trained too, and layers alone are adapted."""
 
     type: Literal["lora"] = "lora"
     r: PositiveInt = 16
@@ -51,7 +71,7 @@ class LoRASettings(Settings):
     @property
     def is_for_layers_alone(self) -> bool:
         """Whether no matrix can have such an adapter by the name of its parameter."""
-        return bool(self.lora_dropout) or self.type != "lora"
+        return bool(self.lora_dropout) or self.is_dora or self.in_four_bits
 
     def rank_of(self, name: str) -> int:
         """The rank beside the layer of this name."""
@@ -78,7 +98,7 @@ class LoRASettings(Settings):
                 f"adapter.lora_dropout: parameters are adapted without dropout, got {self.lora_dropout:g}; set "
                 "lora_dropout=0, or target_parameters=[]"
             )
-        if self.target_parameters and isinstance(self, DoRASettings):
+        if self.target_parameters and self.is_dora:
             yield "adapter: dora adapts layers, got target_parameters; set adapter=lora, or target_parameters=[]"
         if getattr(config.model, "type", None) == "qwen3_encdec":
             yield f"adapter: {self.type} does not adapt encoder-decoders yet, got model=qwen3_encdec; set adapter=none"
@@ -95,7 +115,7 @@ class LoRASettings(Settings):
                 f"average_last: a mean of adapters is no adapter, got {config.average_last}; set average_last=null, "
                 "or average what forgather finalize --merge makes of them"
             )
-        if config.precision.type in ("fp8", "qat"):
+        if config.precision.maker:
             yield (
                 f"precision: {config.precision.type} changes the layers that adapter={self.type} adapts; set "
                 "precision=bf16"
@@ -111,12 +131,17 @@ class LoRASettings(Settings):
 class DoRASettings(LoRASettings):
     """LoRA of each matrix's direction; the norms of its rows are trained beside (Liu et al. 2024, arXiv:2402.09353)."""
 
+    is_dora: ClassVar[bool] = True
+
     type: Literal["dora"] = "dora"  # type: ignore[assignment]
 
 
 @settings
 class QLoRASettings(LoRASettings):
     """LoRA beside matrices in four bits, NF4 by bitsandbytes (Dettmers et al. 2023, arXiv:2305.14314)."""
+
+    in_four_bits: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("qlora", "bitsandbytes")
 
     type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
     double_quant: bool = True  # whether the scales of blocks are quantized too
@@ -147,4 +172,4 @@ def _not_patterns(setting: str, patterns: Any) -> Iterator[str]:
             yield f"{setting}: not a regular expression ({error}), got {pattern!r}; mend it"
 
 
-AdapterOption = Annotated[NoAdapter | LoRASettings | DoRASettings | QLoRASettings, by_type]
+AdapterOption = Annotated[AdapterSettings, by_type]

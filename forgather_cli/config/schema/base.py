@@ -29,7 +29,7 @@ def settings(cls: type[_T]) -> type[_T]:
     if issubclass(made, Option) and vars(made).get("type"):
         for known in made.members if made.__module__.endswith(".settings") else ():
             if (known.__module__, known.__name__) == (made.__module__, made.__name__):
-                return known  # import_options has begun this module anew
+                return known  # type: ignore[return-value] # import_options has begun this module anew
         made.members.append(made)
     return made
 
@@ -57,6 +57,8 @@ class Option(Settings):
     """``module:name`` or ``module:Class.method`` of what makes it, imported where it is used. The base class says how
     it is called.
     """
+    needs: ClassVar[tuple[str, ...]] = ()
+    """An extra of ours, and the packages that it brings: a run begins where all of them are."""
 
     type: str
 
@@ -64,11 +66,6 @@ class Option(Settings):
         if Option in cls.__bases__:
             cls.members = []
             Option.bases.append(cls)
-
-    @staticmethod
-    def all() -> list[type[Option]]:
-        """The options of all groups."""
-        return [option for base in Option.bases for option in base.members]
 
     def load_maker(self) -> Any:
         """What ``maker`` names."""
@@ -197,6 +194,11 @@ class Target:
         own = {field.name for field in fields(cls)[2:]}
         kwargs = {key: item for key, item in value.items() if key not in own and key != "_target_"}
         return {"path": value["_target_"], "kwargs": kwargs, **{key: value[key] for key in own & value.keys()}}
+
+
+def all_options() -> list[type[Option]]:
+    """The options of all groups."""
+    return [option for base in Option.bases for option in base.members]
 
 
 def options(kind: Any) -> list[Any]:

@@ -10,7 +10,7 @@ from inspect import getsourcefile, getsourcelines
 from pathlib import Path
 from typing import ClassVar, get_origin, get_type_hints
 
-from forgather_cli.config.schema.base import Option
+from forgather_cli.config.schema.base import Option, all_options
 from forgather_cli.errors import ConfigError
 
 _PACKAGE = Path(__file__).parents[2]
@@ -26,13 +26,13 @@ def import_options() -> list[type[Option]]:
         if "settings.py" in files:
             parts = Path(folder).relative_to(_PACKAGE.parent).parts
             name = ".".join([*parts, "settings"])
-            if name in sys.modules and not any(option.__module__ == name for option in Option.all()):
+            if name in sys.modules and not any(option.__module__ == name for option in all_options()):
                 del sys.modules[name]  # it was imported first of all, and waits for the schema: begin it anew
             import_module(name)
-    for option in Option.all():
+    for option in all_options():
         if option.__module__.endswith(".settings"):
             _check_names(option)
-    return Option.all()
+    return all_options()
 
 
 def undecodable(cls: type[Option]) -> Iterator[str]:

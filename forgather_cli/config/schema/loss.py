@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from forgather_cli.config.schema.base import NonNegative, PositiveInt, Probability, Settings, Target, by_type, settings
+from forgather_cli.config.schema.base import NonNegative, Option, PositiveInt, Probability, Target, by_type, settings
 
 
-class _Loss(Settings):
+class LossSettings(Option):
+    """A loss. Its ``maker`` is a function or a class.
+
+    A function is a ``loss_fn`` (``loss.losses.LossFn``): ``(logits (B, T, V), labels (B, T), **arguments())`` -> mean
+    over the targets. It shifts the labels itself where the model is causal. A class is a ``loss.base.Loss``, made with
+    ``arguments()``, for whatever is more than a function of logits and labels.
+    """
+
     applies_head: ClassVar[bool] = False
     """Multiplies with the head's weight itself, so that the logits never exist."""
+    takes_device: ClassVar[bool] = False
+    """The class is made with ``device`` too, a ``torch.device``; None where it is not known."""
 
 
-class _KernelLoss(_Loss):
+_TRITON = ("triton",) if sys.platform == "linux" else ()
+"""The packages of kernels import it, on a CPU too."""
+
+
+class _KernelLoss(LossSettings):
     """Computed by an optional package, on GPUs; ``device=auto`` is known to the ranks alone, who say so themselves."""
 
     applies_head: ClassVar[bool] = True
-    type: str
 
     def problems(self, config: Any) -> Iterator[str]:
         if config.trainer.splits_backward:
@@ -28,7 +41,9 @@ class _KernelLoss(_Loss):
 
 
 @settings
-class _Smoothed(_Loss):
+class _Smoothed(LossSettings):
+    maker: ClassVar[str] = "forgather_cli.loss.losses:CrossEntropy"
+
     z_loss: NonNegative = 0.0
     label_smoothing: Probability = 0.0
 
@@ -49,7 +64,9 @@ class CrossEntropySettings(_Smoothed):
 class LinearCrossEntropySettings(_Smoothed):
     """Head and loss together in chunks, without the tokens x vocabulary logits."""
 
+    maker: ClassVar[str] = "forgather_cli.loss.losses:LinearCrossEntropy"
     applies_head: ClassVar[bool] = True
+    takes_device: ClassVar[bool] = True
 
     type: Literal["linear_cross_entropy"] = "linear_cross_entropy"
     chunk_size: PositiveInt | None = None  # tokens; null: by the memory of the GPU, 256 on a CPU
@@ -58,6 +75,10 @@ class LinearCrossEntropySettings(_Smoothed):
 @settings
 class LigerSettings(_KernelLoss, _Smoothed):
     """Head and loss together in the kernels of liger-kernel."""
+
+    maker: ClassVar[str] = "forgather_cli.loss.kernels:Liger"
+    takes_device: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("kernels", "liger-kernel", *_TRITON)
 
     type: Literal["liger"] = "liger"
 
@@ -71,6 +92,9 @@ class LigerSettings(_KernelLoss, _Smoothed):
 class CutCrossEntropySettings(_KernelLoss):
     """Head and loss together in the kernels of cut-cross-entropy, which know neither z_loss nor label_smoothing."""
 
+    maker: ClassVar[str] = "forgather_cli.loss.kernels:CutCrossEntropy"
+    needs: ClassVar[tuple[str, ...]] = ("kernels", "cut-cross-entropy", *_TRITON)
+
     type: Literal["cut_cross_entropy"] = "cut_cross_entropy"
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -80,7 +104,7 @@ class CutCrossEntropySettings(_KernelLoss):
                 "deterministic: the kernels of loss=cut_cross_entropy add up in any order; set deterministic=false or "
                 "loss=linear_cross_entropy"
             )
-        in_fp32 = config.precision.type == "fp32" and config.trainer.param_dtype in (None, "fp32")
+        in_fp32 = config.precision.is_fp32 and config.trainer.param_dtype in (None, "fp32")
         if config.device.partition(":")[0] == "cuda" and in_fp32:
             yield (
                 "loss: the backward of cut_cross_entropy takes bf16 or fp16, got precision=fp32; set precision=bf16 or "
@@ -88,9 +112,4 @@ class CutCrossEntropySettings(_KernelLoss):
             )
 
 
-KernelLoss = LigerSettings | CutCrossEntropySettings
-"""Options that are computed by an optional package."""
-FusedLoss = LinearCrossEntropySettings | KernelLoss
-"""Options that apply the head's weight themselves."""
-
-LossOption = Annotated[AutoLossSettings | CrossEntropySettings | FusedLoss | Target, by_type]
+LossOption = Annotated[LossSettings | Target, by_type]

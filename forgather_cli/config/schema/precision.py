@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import MultipleOf
 
-from forgather_cli.config.schema.base import PositiveFloat, PositiveInt, Settings, by_type, only_if, settings
+from forgather_cli.config.schema.base import Option, PositiveFloat, PositiveInt, by_type, only_if, settings
 
 QuantizeRecipe = Literal[
     "int8-weight-only",
@@ -26,24 +26,67 @@ _INT4_GROUPS = (32, 64, 128, 256)
 """What the kernels of int4 weights take (torchao 0.18, ``Int4WeightOnlyConfig``)."""
 
 
+_Half = Literal["bf16", "fp16"]
+
+
+class PrecisionSettings(Option):
+    """What a run computes in, and keeps its parameters in: fp32, but for what the facts say.
+
+    One that changes layers has a ``maker``, ``(model, settings, device)`` -> lines for the log: it changes ``model``
+    (on meta too) in place, to be run on ``device``; names and shapes of parameters stay.
+    """
+
+    autocast: ClassVar[_Half | None] = None
+    """What fp32 weights, and what enters them, are rounded to where they are multiplied."""
+    parameters: ClassVar[_Half | None] = None
+    """What parameters, and with them gradients and moments, are made in; None: what their model says."""
+    scales_loss: ClassVar[bool] = False
+    """Small gradients would vanish: ``arguments()`` are those of ``precision.scaling.LossScaler``."""
+    is_open: ClassVar[bool] = False
+    """The machine decides which of the others it is."""
+
+    @property
+    def is_fp32(self) -> bool:
+        """Whether all is computed in fp32, and nothing is rounded."""
+        return not (self.autocast or self.parameters or self.maker or self.is_open)
+
+    @property
+    def rounds_stream(self) -> bool:
+        """Whether the residual stream is rounded to bf16."""
+        return False
+
+    @property
+    def trained_for(self) -> tuple[QuantizeRecipe, dict[str, Any]] | None:
+        """The recipe of ``finalize --quantize`` that weights are trained for, and how it is to treat layers."""
+        return None
+
+
 @settings
-class AutoSettings(Settings):
+class AutoSettings(PrecisionSettings):
     """bf16 where the device multiplies fast in it, else fp32: decided when the run starts, and kept by it."""
+
+    is_open: ClassVar[bool] = True
 
     type: Literal["auto"] = "auto"
 
 
 @settings
-class FP32Settings(Settings):
+class FP32Settings(PrecisionSettings):
     type: Literal["fp32"] = "fp32"
 
 
 @settings
-class BF16Settings(Settings):
+class BF16Settings(PrecisionSettings):
     """bf16 autocast; parameters, moments and loss stay fp32."""
+
+    autocast: ClassVar[_Half | None] = "bf16"
 
     type: Literal["bf16"] = "bf16"
     stream: Literal["bf16", "fp32"] | None = None  # null: fp32, and what is gathered where weights are sharded
+
+    @property
+    def rounds_stream(self) -> bool:
+        return self.stream == "bf16"
 
     def problems(self, config: Any) -> Iterator[str]:
         held = config.trainer.param_dtype or "bf16"
@@ -55,18 +98,23 @@ class BF16Settings(Settings):
 
 
 @settings
-class BF16TrueSettings(Settings):
+class BF16TrueSettings(PrecisionSettings):
     """Parameters, gradients and moments in bf16; norms of gradients and the loss are summed in fp32.
 
     An update or a change of a moment below 1/512 of the number is lost to rounding.
     """
 
+    parameters: ClassVar[_Half | None] = "bf16"
+
     type: Literal["bf16_true"] = "bf16_true"
 
 
 @settings
-class FP16Settings(Settings):
+class FP16Settings(PrecisionSettings):
     """fp16 autocast with loss scaling; parameters and moments stay fp32. Steps that overflow are skipped."""
+
+    autocast: ClassVar[_Half | None] = "fp16"
+    scales_loss: ClassVar[bool] = True
 
     type: Literal["fp16"] = "fp16"
     init_scale: PositiveFloat = 65536.0  # first factor of the loss; halved by each step that overflows
@@ -81,10 +129,11 @@ class FP16Settings(Settings):
 
 
 @settings
-class _Converting(Settings):
+class _Converting(PrecisionSettings):
     """Linear layers are replaced by others."""
 
-    type: str
+    needs: ClassVar[tuple[str, ...]] = ("quantize", "torchao")
+
     exclude: list[str] = field(default_factory=lambda: ["lm_head"])  # regular expressions of layers left as they are
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -95,7 +144,7 @@ class _Converting(Settings):
             except re.error as error:
                 excludes_head = True  # perhaps
                 yield f"precision.exclude: not a regular expression ({error}), got {pattern!r}; mend it"
-        if getattr(config.loss, "applies_head", False) and not excludes_head:
+        if config.loss_applies_head and not excludes_head:
             yield (
                 f"precision.exclude: loss={config.loss.type} multiplies with the head's weight itself, which "
                 f"precision={self.type} does not change; set precision.exclude=[lm_head] or loss=cross_entropy"
@@ -105,6 +154,9 @@ class _Converting(Settings):
 @settings
 class FP8Settings(_Converting):
     """Linear layers multiply in float8 (torchao), the rest as under bf16; parameters stay fp32."""
+
+    maker: ClassVar[str] = "forgather_cli.quantized.convert:to_float8"
+    autocast: ClassVar[_Half | None] = "bf16"
 
     type: Literal["fp8"] = "fp8"
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
@@ -121,11 +173,17 @@ class FP8Settings(_Converting):
 class QATSettings(_Converting):
     """Quantization-aware training: weights (and activations) are rounded in the forward as the recipe will."""
 
+    maker: ClassVar[str] = "forgather_cli.quantized.convert:to_rounded"
+
     type: Literal["qat"] = "qat"
     qat_recipe: Literal[
         "int8-weight-only", "int8-dynamic-act-int4-weight", "int4-weight-only", "int8-dynamic-act-int8-weight"
     ] = "int8-dynamic-act-int4-weight"
     group_size: Annotated[PositiveInt | None, only_if("precision.qat_recipe", *GROUP_SIZES)] = None  # null: GROUP_SIZES
+
+    @property
+    def trained_for(self) -> tuple[QuantizeRecipe, dict[str, Any]] | None:
+        return self.qat_recipe, {"group_size": self.group_size, "exclude": self.exclude}
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
@@ -139,7 +197,4 @@ class QATSettings(_Converting):
             yield f"group_size: qat_recipe={recipe} takes one of {known}, got {size}; set one of them"
 
 
-PrecisionOption = Annotated[
-    AutoSettings | FP32Settings | BF16Settings | BF16TrueSettings | FP16Settings | FP8Settings | QATSettings,
-    by_type,
-]
+PrecisionOption = Annotated[PrecisionSettings, by_type]

@@ -34,7 +34,7 @@ from forgather_cli.config.schema.base import (
     value_at,
 )
 from forgather_cli.config.schema.callbacks import CallbackOption
-from forgather_cli.config.schema.loss import LossOption
+from forgather_cli.config.schema.loss import LossOption, LossSettings
 from forgather_cli.config.schema.model import ModelOption
 from forgather_cli.config.schema.optimizer import OptimizerOption
 from forgather_cli.config.schema.paired import DataOption
@@ -171,6 +171,12 @@ class RunSettings(Settings):
     rdzv_backend: Annotated[str | None, NEEDS_RANKS] = None
     rdzv_id: Annotated[str | None, NEEDS_RANKS] = None
     max_restarts: Annotated[Count, NEEDS_RANKS] = 0
+
+    @property
+    def loss_applies_head(self) -> bool:
+        """Whether the loss multiplies with the head's weight itself."""
+        loss = getattr(self, "loss", None)
+        return isinstance(loss, LossSettings) and loss.applies_head
 
     def recomputes(self, layer: int) -> bool:
         """Whether activations of this layer, counted from 0 in its stack of the full model, are computed again."""

@@ -70,10 +70,10 @@ class TrainerSettings(TrainerFacts, Option):
     """
 
     def problems(self, config: Any) -> Iterator[str]:
-        if config.precision.type == "fp16" and not self.supports_fp16:
+        if config.precision.scales_loss and not self.supports_fp16:
             yield (
-                f"precision: fp16 scales the loss, which trainer={self.type} does not; set precision=bf16, or "
-                "trainer=ddp or fsdp2"
+                f"precision: {config.precision.type} scales the loss, which trainer={self.type} does not; set "
+                "precision=bf16, or trainer=ddp or fsdp2"
             )
         if config.torch_compile_scope == "model" and (config.fuse_optim_with_backward or not self.compiles_with_loss):
             # one backward of the whole frees no gradient early
@@ -139,10 +139,10 @@ class PostLocalSGD(Settings):
                 f"post_local_sgd.subgroup: {ranks} ranks cannot be divided into groups of {self.subgroup}; "
                 f"set it to a divisor of {ranks}"
             )
-        if config.precision.type == "fp16":
+        if config.precision.scales_loss:
             yield (
                 "post_local_sgd.enabled: ranks that train by themselves would leave out different steps under "
-                "precision=fp16; set precision=bf16 or post_local_sgd.enabled=false"
+                f"precision={config.precision.type}; set precision=bf16 or post_local_sgd.enabled=false"
             )
 
 
@@ -168,16 +168,16 @@ class DDPSettings(TrainerSettings):
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
-        precision = config.precision.type
-        if precision == "fp16" and self.comm_hook == "powersgd":
+        precision = config.precision
+        if precision.scales_loss and self.comm_hook == "powersgd":
             yield (
-                "comm_hook: an overflow of precision=fp16 would stay in powersgd's error feedback; set precision=bf16 "
-                "or comm_hook=none"
+                f"comm_hook: an overflow of precision={precision.type} would stay in powersgd's error feedback; set "
+                "precision=bf16 or comm_hook=none"
             )
-        if precision == "bf16_true" and self.comm_hook == "fp16_compress":
+        if precision.parameters == "bf16" and self.comm_hook == "fp16_compress":
             yield (
-                "comm_hook: fp16_compress makes gradients of precision=bf16_true no smaller and loses the small ones; "
-                "set comm_hook=none"
+                f"comm_hook: fp16_compress makes gradients of precision={precision.type} no smaller and loses the "
+                "small ones; set comm_hook=none"
             )
 
 
@@ -363,12 +363,12 @@ class FSDP2Settings(TrainerSettings):
                 f"replicate: {ranks} ranks cannot be divided into {self.replicate} copies of the model; "
                 f"set it to a divisor of {ranks}"
             )
-        chosen, precision = self.param_dtype, config.precision.type
-        fitting = {"bf16": "bf16", "bf16_true": "bf16", "fp16": "fp16", "fp8": "bf16", "qat": "fp32"}.get(precision)
+        chosen, other = self.param_dtype, config.precision
+        fitting = other.autocast or other.parameters or ("fp32" if other.maker else None)
         if chosen == "fp16" and fitting != "fp16":
             yield "param_dtype: fp16 needs the loss scaling of precision=fp16; set that, and leave param_dtype out"
         elif chosen is not None and fitting is not None and chosen != fitting:
-            yield f"param_dtype: {chosen} contradicts precision={precision}; set precision={chosen} or leave it out"
+            yield f"param_dtype: {chosen} contradicts precision={other.type}; set precision={chosen} or leave it out"
         if self.block_classes == []:
             yield "block_classes: names no class, got []; set block_classes=null for the model's repeated blocks"
 
