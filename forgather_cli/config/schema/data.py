@@ -28,18 +28,18 @@ from forgather_cli.config.schema.base import (
 from forgather_cli.documents.regular_files import GIVE_RECORDS, RECORDS
 
 
-def _undispatched(config: Any) -> Void | None:
+def _undispatched(config: Any, owner: DataSettings | DataTarget) -> Void | None:
     """Ranks read data that has numbers by these; one rank has nobody to share other data with."""
-    if not config.data.is_stream:
+    if not owner.is_stream:
         streams = "data._target_, or data=hf with streaming=true"
         return Void("data", f"ranks read its samples by number; give iterable data ({streams})")
-    return _ALONE.void(config)
+    return _ALONE.void(config, owner)
 
 
 _ALONE = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
-WITHOUT_EVAL_FILES = only_where("data.eval_files", lambda files: not files, "leave eval_files out")
-_CACHED = only_if("data.streaming", False)
-_OF_DIRECTORY = only_where("data.tokenizer", lambda name: name not in ("bytes", "bpe"), "set data.tokenizer=DIR")
+WITHOUT_EVAL_FILES = only_where(".eval_files", lambda files: not files, "leave eval_files out")
+_CACHED = only_if(".streaming", False)
+_OF_DIRECTORY = only_where(".tokenizer", lambda name: name not in ("bytes", "bpe"), "set data.tokenizer=DIR")
 
 
 @settings
@@ -47,7 +47,7 @@ class CommonData(Settings):
     """What all data have."""
 
     tokenizer: FilePath = "bytes"  # bytes, bpe, or a directory with tokenizer.json
-    bpe_vocab_size: Annotated[int, Ge(258), only_if("data.tokenizer", "bpe")] = 4096
+    bpe_vocab_size: Annotated[int, Ge(258), only_if(".tokenizer", "bpe")] = 4096
     cache_dir: FilePath | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
     # of iterable data; null: true, rank 0 reads and sends; false: each its shard
     dispatch_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
@@ -77,12 +77,12 @@ class _Data(CommonData):
     add_bos: Annotated[bool | None, _OF_DIRECTORY] = None
 
 
-def _files_of_text(config: Any) -> Void | None:
+def _files_of_text(config: Any, owner: Any) -> Void | None:
     """Where all files are plain text, which has no field."""
-    patterns = [*config.data.files, *config.data.eval_files]
+    patterns = [*owner.files, *owner.eval_files]
     names = [Path(name.lower()) for each in patterns for name in glob(each, recursive=True) or [each]]
     has_records = any(suffix in RECORDS for name in names for suffix in name.suffixes)
-    return None if has_records or not config.data.files else Void("data.files", GIVE_RECORDS)
+    return None if has_records or not owner.files else Void(".files", GIVE_RECORDS)
 
 
 OF_RECORDS = OnlyIf(_files_of_text)
@@ -114,9 +114,9 @@ class TextSettings(_Tokenized):
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the documents
 
 
-def _beside_files(config: Any) -> Void | None:
+def _beside_files(config: Any, owner: Any) -> Void | None:
     """Files that are read without the library leave nothing to the settings of a dataset."""
-    return Void("data.files", "leave files out") if getattr(config.data, "files", None) else None
+    return Void(".files", "leave files out") if getattr(owner, "files", None) else None
 
 
 _OF_DATASET = OnlyIf(_beside_files)
@@ -137,12 +137,12 @@ class DatasetSettings(_Data):
     revision: Annotated[str | None, _OF_DATASET] = None  # branch, tag or commit on the hub
     eval_fraction: Annotated[
         Fraction,
-        only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
-        only_if("data.eval_split", None, remedy="leave eval_split out"),
+        only_if(".streaming", False, remedy="set data.eval_split or data.eval_files"),
+        only_if(".eval_split", None, remedy="leave eval_split out"),
         WITHOUT_EVAL_FILES,
     ] = 0.05  # of the documents
     streaming: Annotated[bool, _OF_DATASET] = False
-    shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents; 0: in the dataset's order
+    shuffle_buffer: Annotated[Count, only_if(".streaming", True)] = 0  # documents; 0: in the dataset's order
     cache_dir: Annotated[FilePath | None, _CACHED] = None
 
     @property

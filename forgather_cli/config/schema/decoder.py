@@ -21,7 +21,7 @@ from forgather_cli.config.schema.base import (
 )
 from forgather_cli.errors import ModelError
 
-_TYPE = "model.rope_scaling.rope_type"
+_TYPE = ".rope_type"
 _YARN = only_if(_TYPE, "yarn")
 
 

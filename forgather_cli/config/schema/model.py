@@ -18,8 +18,8 @@ from forgather_cli.config.schema.base import (
 from forgather_cli.config.schema.decoder import DecoderSettings
 from forgather_cli.config.schema.encoder_decoder import EncoderDecoderSettings
 
-_OF_DIRECTORY = only_where("model.path", bool, "set model.path=DIR")
-_RESIZED = only_if("model.resize_vocabulary", True)
+_OF_DIRECTORY = only_where(".path", bool, "set model.path=DIR")
+_RESIZED = only_if(".resize_vocabulary", True)
 
 
 @settings

@@ -34,7 +34,7 @@ from forgather_cli.config.schema.data import (
     TokensSettings,
 )
 
-_PACKED = only_if("data.packing", "best_fit")
+_PACKED = only_if(".packing", "best_fit")
 
 
 @settings
@@ -118,25 +118,25 @@ class Ul2Settings(_PairedData):
 
     type: Literal["ul2"] = "ul2"
     source: Literal["python_stdlib", "text", "hf"] = "python_stdlib"
-    files: Annotated[list[FilePath], only_if("data.source", "text")] = field(default_factory=list)
-    dataset: Annotated[FilePath | None, only_if("data.source", "hf")] = None
-    dataset_config: Annotated[str | None, only_if("data.source", "hf")] = None
-    train_split: Annotated[str, only_if("data.source", "hf")] = "train"
-    eval_split: Annotated[str | None, only_if("data.source", "hf")] = None
-    data_files: Annotated[list[FilePath], only_if("data.source", "hf")] = field(default_factory=list)
-    revision: Annotated[str | None, only_if("data.source", "hf")] = None
-    streaming: Annotated[bool, only_if("data.source", "hf")] = False
-    shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents
-    eval_files: Annotated[list[FilePath], only_if("data.source", "text", "hf")] = field(default_factory=list)
+    files: Annotated[list[FilePath], only_if(".source", "text")] = field(default_factory=list)
+    dataset: Annotated[FilePath | None, only_if(".source", "hf")] = None
+    dataset_config: Annotated[str | None, only_if(".source", "hf")] = None
+    train_split: Annotated[str, only_if(".source", "hf")] = "train"
+    eval_split: Annotated[str | None, only_if(".source", "hf")] = None
+    data_files: Annotated[list[FilePath], only_if(".source", "hf")] = field(default_factory=list)
+    revision: Annotated[str | None, only_if(".source", "hf")] = None
+    streaming: Annotated[bool, only_if(".source", "hf")] = False
+    shuffle_buffer: Annotated[Count, only_if(".streaming", True)] = 0  # documents
+    eval_files: Annotated[list[FilePath], only_if(".source", "text", "hf")] = field(default_factory=list)
     eval_fraction: Annotated[
         Fraction,
         WITHOUT_EVAL_FILES,
-        only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
-        only_if("data.eval_split", None, remedy="leave eval_split out"),
+        only_if(".streaming", False, remedy="set data.eval_split or data.eval_files"),
+        only_if(".eval_split", None, remedy="leave eval_split out"),
     ] = 0.05
-    text_key: Annotated[str, only_if("data.source", "text", "hf"), OF_RECORDS] = "text"
-    on_bad_row: Annotated[OnBadRow, only_if("data.source", "text", "hf")] = "error"
-    tokenize_processes: Annotated[PositiveInt | None, only_if("data.streaming", False)] = None
+    text_key: Annotated[str, only_if(".source", "text", "hf"), OF_RECORDS] = "text"
+    on_bad_row: Annotated[OnBadRow, only_if(".source", "text", "hf")] = "error"
+    tokenize_processes: Annotated[PositiveInt | None, only_if(".streaming", False)] = None
     max_seq_length: Annotated[int, Ge(8)] = 8192  # tokens of a window
     mixture: Literal["r_x_s", "ul2"] = "r_x_s"
     ul2_task_weights: list[PositiveFloat] | None = None  # of the mixture's denoisers; null: its own
