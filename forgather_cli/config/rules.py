@@ -24,7 +24,7 @@ def rule_problems(config: Config, layers: Mapping[str, int] = MappingProxyType({
     """
     owners = dict(_owners("", config))
     contradictions = [
-        _placed(problem, prefix, each, owners)
+        _placed(problem, prefix, each, config)
         for prefix, each in owners.items()
         if isinstance(each, Settings)
         for problem in each.problems(config)
@@ -49,15 +49,15 @@ def _owners(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield from _owners(f"{prefix}{field.name}.", child)
 
 
-def _placed(problem: str, prefix: str, owner: Any, owners: Mapping[str, Any]) -> str:
+def _placed(problem: str, prefix: str, owner: Any, config: Config) -> str:
     """A problem as it is told where its option stands: rules name the settings beside them as at the group's place, and
     an option within one of its group has them elsewhere.
     """
     group = prefix.partition(".")[0]
-    if prefix == f"{group}." or not isinstance(owner, Option) or not isinstance(owners.get(f"{group}."), Option):
-        return problem
+    is_within = isinstance(owner, Option) and isinstance(getattr(config, group, None), Option) and prefix != f"{group}."
     names = "|".join(field.name for field in dataclasses.fields(owner))
-    return re.sub(rf"(?<![\w.])(?:{group}\.({names})\b|({names})(?=[=:]))", rf"{prefix}\1\2", problem)
+    pattern = rf"(?<![\w.])(?:{group}\.({names})\b|({names})(?=[=:]))"
+    return re.sub(pattern, rf"{prefix}\1\2", problem) if is_within else problem
 
 
 def _unread(config: Config, owners: Mapping[str, Any], layers: Mapping[str, int]) -> Iterator[str]:
@@ -79,7 +79,7 @@ def _unread(config: Config, owners: Mapping[str, Any], layers: Mapping[str, int]
                     shown = each if each.startswith("callbacks.") else each.rpartition(".")[2]
                     cause = f"{because.rpartition('.')[2]}={typed(value_at(config, because))}"
                     problem = f"{shown}: {void.what} with {cause}; {void.remedy} or leave {shown} out"
-                    yield _placed(problem, prefix, owner, owners)
+                    yield _placed(problem, prefix, owner, config)
 
 
 @cache

@@ -21,7 +21,6 @@ from forgather_cli.checkpoint.manifest import Manifest
 from forgather_cli.config.schema import (
     BF16TrueSettings,
     Config,
-    InstructSettings,
     NoAdapter,
     QLoRASettings,
     SingleSettings,
@@ -76,7 +75,7 @@ def evaluate_source(
     changes: dict[str, Any] = {}
     if own_tokenizer and not isinstance(config.data, Target):
         changes["tokenizer"] = str(found.directory)
-        if isinstance(config.data, InstructSettings):  # it has those that the run added
+        if config.data.add_tokens:  # it has those that the run added
             changes["add_tokens"] = False
     if getattr(config.data, "add_bos", True) is None:  # of other data than the run's, or of a model directory
         changes["add_bos"] = found.add_bos

@@ -26,7 +26,6 @@ from forgather_cli.config.schema import (
     TOKEN_VARIABLE,
     Config,
     FP8Settings,
-    InstructSettings,
     KernelLoss,
     QATSettings,
     QLoRASettings,
@@ -229,13 +228,14 @@ def as_begun(loaded: Loaded, run: RunDir) -> Loaded:
     from forgather_cli.config.decode import load_saved, to_tree
 
     data, begun = loaded.config.data, None
-    is_open = left_open(loaded.config) or isinstance(data, InstructSettings)
+    is_open = left_open(loaded.config) or data.template_date is None
     if is_open and run.config.exists() and not loaded.config.overwrite_output_dir:  # on whatever machine that was
         begun = load_saved(run.newest_config())
-    if isinstance(data, InstructSettings) and data.template_date is None:
+    if data.template_date is None:
         day = getattr(begun.data if begun else None, "template_date", None) or f"{datetime.now():%Y-%m-%d}"
-        loaded.tree["data"]["template_date"] = day
-        loaded = replace(loaded, config=replace(loaded.config, data=replace(data, template_date=day)))
+        changed: dict[str, Any] = {"template_date": day}
+        loaded.tree["data"] |= changed
+        loaded = replace(loaded, config=replace(loaded.config, data=replace(data, **changed)))
     config, decisions = decided(loaded.config, begun)
     if problems := rule_problems(config) if decisions else []:
         here = ", ".join(each.says for each in decisions)

@@ -15,7 +15,6 @@ from forgather_cli.config.schema import (
     Config,
     DecoderSettings,
     EncoderDecoderSettings,
-    InstructSettings,
     ModelOption,
     NoAdapter,
     PretrainedSettings,
@@ -177,7 +176,7 @@ def own_vocab_size(option: ModelOption) -> int | None:
 def most_tokens(config: Config) -> int | None:
     """Tokens that the model knows or can learn, for the markers that chats add; None where it gets as many as there
     are: a directory's vocabulary grows, and fresh weights take the tokenizer's. Raises ModelError."""
-    if not isinstance(config.data, InstructSettings) or config.data.add_tokens is False:
+    if config.data.add_tokens is False:
         return 0
     if isinstance(config.model, PretrainedSettings | TransformersSettings) and config.model.path is not None:
         return None

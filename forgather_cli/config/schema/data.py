@@ -17,10 +17,11 @@ from forgather_cli.config.schema.base import (
     FilePath,
     Fraction,
     OnlyIf,
+    Option,
     PositiveInt,
-    Settings,
     Target,
     Void,
+    by_type,
     only_if,
     only_where,
     settings,
@@ -43,8 +44,14 @@ _OF_DIRECTORY = only_where(".tokenizer", lambda name: name not in ("bytes", "bpe
 
 
 @settings
-class CommonData(Settings):
-    """What all data have."""
+class DataSettings(Option):
+    """What all data have: the base of every option of the group ``data``.
+
+    ``maker`` names a class below ``data.splits.DataSource``. It is made with the option and what the run's other
+    settings say, and has what others ask: ``load`` (datasets and tokenizer), ``text`` (the documents), ``origins``
+    (what these lie in), and for a plan ``vocabulary``, ``sides``, ``counts``. ``data.sources.TextSource`` has all
+    but ``text``; its options are below ``CorpusSettings``. The properties here are fields where an option has them.
+    """
 
     tokenizer: FilePath = "bytes"  # bytes, bpe, or a directory with tokenizer.json
     bpe_vocab_size: Annotated[int, Ge(258), only_if(".tokenizer", "bpe")] = 4096
@@ -54,7 +61,25 @@ class CommonData(Settings):
     dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None  # null: as dispatch_batches
 
     is_paired: ClassVar[bool | None] = False
-    """Whether its examples have two sides, for an encoder-decoder; None where only the user knows."""
+    """Whether its examples have two sides, for an encoder-decoder; it then has the fields of ``PairedSettings``. None
+    where only the user knows."""
+    is_chats: ClassVar[bool] = False
+    """Whether its documents are chats, trained on in part; it then has the fields of ``InstructSettings``."""
+
+    @property
+    def seq_len(self) -> int:
+        """The longest sample in tokens; of examples of two sides the longer one."""
+        raise NotImplementedError
+
+    @property
+    def add_tokens(self) -> Literal["auto"] | bool:
+        """Whether it gives its tokenizer tokens that the model is to learn."""
+        return False
+
+    @property
+    def template_date(self) -> str | None:
+        """The day that a chat template writes, None: that of the run's first start; empty where none does."""
+        return ""
 
     @property
     def is_stream(self) -> bool:
@@ -69,7 +94,9 @@ class CommonData(Settings):
 
 
 @settings
-class _Data(CommonData):
+class SequenceSettings(DataSettings):
+    """Data whose samples are cut from documents, or made of them, and have one length."""
+
     seq_len: Annotated[int, Ge(2)] = 256  # tokens
     packing: Literal["concat", "best_fit", "pad"] = "concat"
     isolate_documents: bool = False
@@ -90,21 +117,27 @@ OnBadRow = Literal["error", "skip"]
 
 
 @settings
-class _Tokenized(_Data):
+class CorpusSettings(SequenceSettings):
+    """Text, which is tokenized once, into the cache."""
+
     tokenize_processes: PositiveInt | None = None  # at once; null: the cores, where there is enough to do
 
 
 @settings
-class PythonStdlibSettings(_Tokenized):
+class PythonStdlibSettings(CorpusSettings):
     """Sources of the running interpreter's standard library."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:FilesSource"
 
     type: Literal["python_stdlib"] = "python_stdlib"
     eval_fraction: Fraction = 0.05  # of the files
 
 
 @settings
-class TextSettings(_Tokenized):
+class TextSettings(CorpusSettings):
     """Local text: txt, md, jsonl, json, csv, tsv, plain or compressed; and parquet."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:FilesSource"
 
     type: Literal["text"] = "text"
     files: list[FilePath]
@@ -123,7 +156,7 @@ _OF_DATASET = OnlyIf(_beside_files)
 
 
 @settings
-class DatasetSettings(_Data):
+class DatasetSettings(SequenceSettings):
     """What the ``datasets`` library reads: a dataset of the hub, local files, or a directory."""
 
     # a name on the hub, a directory, or a format of data_files; null: by their suffix
@@ -166,13 +199,15 @@ class DatasetSettings(_Data):
 
 
 @settings
-class HfSettings(DatasetSettings, _Tokenized):
+class HfSettings(DatasetSettings, CorpusSettings):
     """The ``datasets`` library: a dataset of the hub, local files, or a directory."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:HfSource"
 
     type: Literal["hf"] = "hf"
     text_key: str = "text"
     on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
-    tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None  # as _Tokenized
+    tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None  # as CorpusSettings
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.dataset is None and not self.data_files:
@@ -191,8 +226,10 @@ class HfSettings(DatasetSettings, _Tokenized):
 
 
 @settings
-class TokensSettings(_Data):
+class TokensSettings(SequenceSettings):
     """Pre-tokenized memory maps."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:TokenFilesSource"
 
     type: Literal["tokens"] = "tokens"
     files: list[FilePath]
@@ -213,6 +250,9 @@ ChatKey = Literal[
 @settings
 class InstructSettings(DatasetSettings):
     """Conversations: files of records, or of the ``datasets`` library; targets are the assistant's turns."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:ChatSource"
+    is_chats: ClassVar[bool] = True
 
     type: Literal["instruct"] = "instruct"
     files: list[FilePath] = field(default_factory=list)  # eval_files go with them, or with data_files
@@ -249,8 +289,10 @@ class InstructSettings(DatasetSettings):
 
 
 @settings
-class SyntheticSettings(_Data):
+class SyntheticSettings(SequenceSettings):
     """Random tokens made on the fly, for benchmarks and tests."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:SyntheticSource"
 
     type: Literal["synthetic"] = "synthetic"
     num_samples: PositiveInt = 100_000
@@ -273,4 +315,10 @@ class DataTarget(Target):
 
     is_stream: ClassVar[bool] = True
     is_paired: ClassVar[bool | None] = None
+    cache_dir: ClassVar[str | None] = None
+    add_tokens: ClassVar[bool] = False
+    template_date: ClassVar[str] = ""
     nothing_held_out: ClassVar[Void | None] = None
+
+
+DataOption = Annotated[DataSettings | DataTarget, by_type]

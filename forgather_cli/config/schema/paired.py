@@ -16,29 +16,26 @@ from forgather_cli.config.schema.base import (
     PositiveInt,
     Settings,
     Void,
-    by_type,
     only_if,
     settings,
 )
 from forgather_cli.config.schema.data import (
     OF_RECORDS,
     WITHOUT_EVAL_FILES,
-    CommonData,
-    DataTarget,
+    DataSettings,
     HfSettings,
-    InstructSettings,
     OnBadRow,
     PythonStdlibSettings,
-    SyntheticSettings,
     TextSettings,
-    TokensSettings,
 )
 
 _PACKED = only_if(".packing", "best_fit")
 
 
 @settings
-class _PairedData(CommonData):
+class PairedSettings(DataSettings):
+    """Data whose examples have two sides."""
+
     max_encoder_length: Annotated[int, Ge(2)] = 4096  # tokens of one example's source
     max_decoder_length: Annotated[int, Ge(2)] = 2048  # tokens of one example's target
     packing: Literal["best_fit", "pad"] = "best_fit"
@@ -113,8 +110,10 @@ MIXTURES: dict[str, tuple[DenoiserSettings, ...]] = {
 
 
 @settings
-class Ul2Settings(_PairedData):
+class Ul2Settings(PairedSettings):
     """Text of which a part is to be restored, by a mixture of denoisers."""
+
+    maker: ClassVar[str] = "forgather_cli.data.paired.source:Ul2Source"
 
     type: Literal["ul2"] = "ul2"
     source: Literal["python_stdlib", "text", "hf"] = "python_stdlib"
@@ -189,8 +188,10 @@ class Ul2Settings(_PairedData):
 
 
 @settings
-class Seq2SeqSettings(_PairedData):
+class Seq2SeqSettings(PairedSettings):
     """Pairs of a source and a target in files of records."""
+
+    maker: ClassVar[str] = "forgather_cli.data.paired.source:PairSource"
 
     type: Literal["seq2seq"] = "seq2seq"
     files: list[FilePath]
@@ -202,17 +203,3 @@ class Seq2SeqSettings(_PairedData):
     input_key: str = "input"
     target_key: str = "target"
     too_long: Literal["cut", "drop"] = "cut"
-
-
-DataOption = Annotated[
-    PythonStdlibSettings
-    | TextSettings
-    | HfSettings
-    | TokensSettings
-    | InstructSettings
-    | SyntheticSettings
-    | Ul2Settings
-    | Seq2SeqSettings
-    | DataTarget,
-    by_type,
-]

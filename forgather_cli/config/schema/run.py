@@ -34,10 +34,10 @@ from forgather_cli.config.schema.base import (
     value_at,
 )
 from forgather_cli.config.schema.callbacks import CallbackOption
+from forgather_cli.config.schema.data import DataOption
 from forgather_cli.config.schema.loss import LossOption
 from forgather_cli.config.schema.model import ModelOption
 from forgather_cli.config.schema.optimizer import OptimizerOption
-from forgather_cli.config.schema.paired import DataOption
 from forgather_cli.config.schema.precision import PrecisionOption
 from forgather_cli.config.schema.scheduler import SchedulerOption
 from forgather_cli.config.schema.trainer import PipelineSettings, SingleSettings, TrainerOption
