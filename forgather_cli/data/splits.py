@@ -112,7 +112,7 @@ class DataSource(ABC, Generic[_Option]):
         return ()
 
 
-class CustomSource(DataSource[Target]):
+class CustomSource(DataSource[DataTarget]):
     """Data of the user's."""
 
     def load(self, cache: Cache) -> DataSplits:
@@ -126,8 +126,7 @@ class CustomSource(DataSource[Target]):
         made = make(import_target(option.path, "data"), "data", option.path, **option.kwargs)
         if not isinstance(made, DataSplits):
             made = _splits_of(option, made, self.model_path)
-        if isinstance(option, DataTarget):
-            _check_dispatch(option, made)
+        _check_dispatch(option, made)
         return made
 
     def vocabulary(self) -> tuple[None, int]:

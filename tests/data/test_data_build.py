@@ -23,7 +23,7 @@ from program import modules_after
 from stepwise import Stepwise
 from streams import all_ids
 
-from forgather_cli.config.schema import SyntheticSettings, Target, TextSettings, TokensSettings
+from forgather_cli.config.schema import DataTarget, SyntheticSettings, TextSettings, TokensSettings
 from forgather_cli.data import cache as cache_module
 from forgather_cli.data.build import load_data, source_of
 from forgather_cli.data.cache import Cache
@@ -429,7 +429,7 @@ def make_data(kind: str) -> Any:
 
 def test_data_of_the_user() -> None:
     def target(kind: str) -> DataSplits:
-        return load(Target(path=f"{__name__}.make_data", kwargs={"kind": kind}))
+        return load(DataTarget(path=f"{__name__}.make_data", kwargs={"kind": kind}))
 
     assert (target("alone").seq_len, target("alone").eval, target("mapping").seq_len) == (3, None, 9)
     pair = target("pair")
@@ -442,4 +442,4 @@ def test_data_of_the_user() -> None:
     with pytest.raises(DataError, match="returned a mapping without 'train'"):
         target("none")
     with pytest.raises(ConfigError, match=r"data\._target_: cannot import no\.such\.thing"):
-        load(Target(path="no.such.thing"))
+        load(DataTarget(path="no.such.thing"))

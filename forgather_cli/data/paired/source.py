@@ -33,7 +33,7 @@ class Ul2Source(DataSource[Ul2Settings]):
         from forgather_cli.data.paired.rows import Shape
         from forgather_cli.data.paired.ul2 import CorpusWindows, DenoisedRows, StreamWindows, Windows
 
-        option = self.option
+        option, seed, length = self.option, self.seed, self.option.max_seq_length
         inner, prefixes = option.text(), [each.prefix for each in option.mixture_of()]
         description: dict[str, Any] = {"type": "ul2", "source": option.source, "tokenizer": option.tokenizer}
         windows: dict[str, Windows] = {}
@@ -44,20 +44,17 @@ class Ul2Source(DataSource[Ul2Settings]):
 
             base = load_tokenizer(option.tokenizer, add_bos=inner.add_bos)
             base.prepare(())
+            documents = TextDocuments(inner, base)
             identity, description = stream_identity(inner), description | origin_of(inner)
             for name, source in zip(SPLITS, open_datasets(inner, cache), strict=True):
                 if source is not None:
-                    stream = TokenStream(
-                        source, inner, base, TextDocuments(inner, base), seed=self.seed, is_eval=name == "eval"
-                    )
+                    stream = TokenStream(source, inner, base, documents, seed=seed, is_eval=name == "eval")
                     windows[name] = StreamWindows(stream)
         else:
             data, base = inner.load_maker()(inner).tokenized(cache)
             identity = data.fingerprint
             for name, split in data.splits().items():
-                windows[name] = CorpusWindows(
-                    split.tokens, option.max_seq_length, seed=self.seed, is_eval=name == "eval"
-                )
+                windows[name] = CorpusWindows(split.tokens, length, seed=seed, is_eval=name == "eval")
                 description |= {f"{name}_{kind}": data.meta[name][kind] for kind in ("tokens", "documents")}
             description |= {**data.meta["origin"], **damage_of(data.meta), "content": data.meta["content"]}
         tokenizer = with_sentinels(base, option.tokenizer, self.num_sentinels, prefixes, cache)
@@ -73,24 +70,14 @@ class Ul2Source(DataSource[Ul2Settings]):
         description |= {"packing": option.packing, **shape.described()}
         description["denoisers"] = ", ".join(f"{each.name} x {each.weight:g}" for each in denoising.denoisers)
         made = {
-            name: DenoisedRows(
-                each, denoising, shape, block=option.block_windows, seed=self.seed, is_eval=name == "eval"
-            )
+            name: DenoisedRows(each, denoising, shape, block=option.block_windows, seed=seed, is_eval=name == "eval")
             for name, each in windows.items()
         }
-        rules: list[Any] = [
-            option.max_seq_length,
-            option.max_encoder_length,
-            option.max_decoder_length,
-            encoder,
-            decoder,
-        ]
-        rules += [option.packing, option.block_windows, option.shuffle_buffer, denoising.rules]
+        rules: list[Any] = [length, option.max_encoder_length, option.max_decoder_length]
+        rules += [encoder, decoder, option.packing, option.block_windows, option.shuffle_buffer, denoising.rules]
         fingerprint = digest(["ul2", identity, tokenizer.fingerprint, rules])
-        evaluation = made.get("eval")
-        return DataSplits(
-            made["train"], evaluation, tokenizer, fingerprint, option.seq_len, description, tokenized=data
-        )
+        train, evaluation = made["train"], made.get("eval")
+        return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description, tokenized=data)
 
 
 class PairSource(DataSource[Seq2SeqSettings]):
@@ -117,9 +104,9 @@ class PairSource(DataSource[Seq2SeqSettings]):
         data = tokenize_pairs(option, tokenizer, cache)
         encoder, decoder = option.max_encoder_length, option.max_decoder_length
         if option.packing == "best_fit":
-            train = data.meta["train"]  # as long on both sides as the pairs fill them
+            meta = data.meta["train"]  # as long on both sides as the pairs fill them
             encoder = option.pack_encoder or encoder
-            wanted = -(-encoder * train["targets"] // max(train["tokens"] - train["targets"], 1) // 8) * 8
+            wanted = -(-encoder * meta["targets"] // max(meta["tokens"] - meta["targets"], 1) // 8) * 8
             decoder = option.pack_decoder or max(decoder, wanted)
         shape = Shape(option.packing, encoder, decoder, tokenizer.pad_token_id)
         made = {name: PairRows(split, option, shape) for name, split in data.splits().items()}
@@ -139,8 +126,6 @@ class PairSource(DataSource[Seq2SeqSettings]):
         description |= {**data.meta["origin"], **damage_of(data.meta), "content": data.meta["content"]}
         rules: list[Any] = [option.max_encoder_length, option.max_decoder_length, encoder, decoder]
         rules += [option.packing, option.too_long]
-        evaluation = made.get("eval") or None  # one without pairs is none
+        train, evaluation = made["train"], made.get("eval") or None  # one without pairs is none
         fingerprint = digest(["seq2seq", data.fingerprint, rules])
-        return DataSplits(
-            made["train"], evaluation, tokenizer, fingerprint, option.seq_len, description, tokenized=data
-        )
+        return DataSplits(train, evaluation, tokenizer, fingerprint, option.seq_len, description, tokenized=data)
