@@ -191,34 +191,23 @@ class SyntheticSource(DataSource[schema.SyntheticSettings]):
     def counts(self) -> dict[str, int | None]:
         known: dict[str, int | None] = {"vocab_size": load_tokenizer(self.option.tokenizer).vocab_size}
         for name, count in (("train", self.option.num_samples), ("eval", self.option.num_eval_samples)):
-            known |= {f"{name}_tokens": count * self.option.seq_len, f"{name}_samples": count}
+            known |= {f"{name}_samples": count, f"{name}_tokens": count * self.option.seq_len}
         return known
 
     def load(self, cache: Cache) -> DataSplits:
         from forgather_cli.data.samples import SyntheticDataset
 
-        option = self.option
-        tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
-        splits = [
-            SyntheticDataset(
-                length,
-                option.seq_len,
-                tokenizer.vocab_size,
-                tokenizer.pad_token_id,
-                seed=self.seed,
-                first=first,
-                ragged=option.ragged,
-                isolate=option.isolate_documents,
-            )
-            for length, first in ((option.num_samples, 0), (option.num_eval_samples, option.num_samples))
-        ]
-        rules = [option.num_samples, option.num_eval_samples, option.ragged, option.isolate_documents]
-        fingerprint = digest(["synthetic", self.seed, option.seq_len, tokenizer.vocab_size, rules])
-        description: dict[str, Any] = {"type": "synthetic"}
-        for name, count in (("train", option.num_samples), ("eval", option.num_eval_samples)):
-            description |= {f"{name}_samples": count, f"{name}_tokens": count * option.seq_len}
-        evaluation = splits[1] if option.num_eval_samples else None
-        return DataSplits(splits[0], evaluation, tokenizer, fingerprint, option.seq_len, description)
+        option, tokenizer = self.option, load_tokenizer(self.option.tokenizer, add_bos=self.option.add_bos)
+        length, vocab_size, pad = option.seq_len, tokenizer.vocab_size, tokenizer.pad_token_id
+        num_train, num_eval = option.num_samples, option.num_eval_samples
+        both: dict[str, Any] = {"seed": self.seed, "ragged": option.ragged, "isolate": option.isolate_documents}
+        train = SyntheticDataset(num_train, length, vocab_size, pad, first=0, **both)
+        held_out = SyntheticDataset(num_eval, length, vocab_size, pad, first=num_train, **both) if num_eval else None
+        rules = [num_train, num_eval, option.ragged, option.isolate_documents]
+        fingerprint = digest(["synthetic", self.seed, length, vocab_size, rules])
+        description = {"type": "synthetic", **self.counts()}
+        del description["vocab_size"]
+        return DataSplits(train, held_out, tokenizer, fingerprint, length, description)
 
 
 def _streamed(source: DataSource[Any], cache: Cache) -> DataSplits:
