@@ -18,7 +18,7 @@ from torch import nn
 
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
-from forgather_cli.config.schema import Config, InstructSettings, NoAdapter, Target, value_at
+from forgather_cli.config.schema import Config, NoAdapter, Target, value_at
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.splits import DataSplits
@@ -70,7 +70,7 @@ def evaluate_source(
     changes: dict[str, Any] = {}
     if own_tokenizer and not isinstance(config.data, Target):
         changes["tokenizer"] = str(found.directory)
-        if isinstance(config.data, InstructSettings):  # it has those that the run added
+        if config.data.add_tokens:  # it has those that the run added
             changes["add_tokens"] = False
     if getattr(config.data, "add_bos", True) is None:  # of other data than the run's, or of a model directory
         changes["add_bos"] = found.add_bos

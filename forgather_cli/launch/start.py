@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli.checkpoint.choice import candidates, would_resume
 from forgather_cli.config.decided import decided, left_open
 from forgather_cli.config.rules import owners, rule_problems
-from forgather_cli.config.schema import EVALUATED, TOKEN_VARIABLE, Config, InstructSettings, Option, Target
+from forgather_cli.config.schema import EVALUATED, TOKEN_VARIABLE, Config, Option, Target
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
 from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
@@ -215,13 +215,14 @@ def as_begun(loaded: Loaded, run: RunDir) -> Loaded:
     from forgather_cli.config.decode import load_saved, to_tree
 
     data, begun = loaded.config.data, None
-    is_open = left_open(loaded.config) or isinstance(data, InstructSettings)
+    is_open = left_open(loaded.config) or data.template_date is None
     if is_open and run.config.exists() and not loaded.config.overwrite_output_dir:  # on whatever machine that was
         begun = load_saved(run.newest_config())
-    if isinstance(data, InstructSettings) and data.template_date is None:
+    if data.template_date is None:
         day = getattr(begun.data if begun else None, "template_date", None) or f"{datetime.now():%Y-%m-%d}"
-        loaded.tree["data"]["template_date"] = day
-        loaded = replace(loaded, config=replace(loaded.config, data=replace(data, template_date=day)))
+        changed: dict[str, Any] = {"template_date": day}
+        loaded.tree["data"] |= changed
+        loaded = replace(loaded, config=replace(loaded.config, data=replace(data, **changed)))
     config, decisions = decided(loaded.config, begun)
     if problems := rule_problems(config) if decisions else []:
         here = ", ".join(each.says for each in decisions)

@@ -166,7 +166,7 @@ def own_vocab_size(option: ModelOption) -> int | None:
 def most_tokens(config: Config) -> int | None:
     """Tokens that the model knows or can learn, for the markers that chats add; None where it gets as many as there
     are: a directory's vocabulary grows, and fresh weights take the tokenizer's. Raises ModelError."""
-    if not config.data.adds_tokens:
+    if config.data.add_tokens is False:
         return 0
     grows = not isinstance(config.model, Target) and config.model.directory is not None
     return None if grows else own_vocab_size(config.model)

@@ -17,9 +17,8 @@ from forgather_cli.config.schema import (
     Config,
     JsonSettings,
     MetricsSettings,
-    Seq2SeqSettings,
     SyntheticSettings,
-    Ul2Settings,
+    value_at,
 )
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.exit_status import read_exit_record
@@ -76,9 +75,10 @@ def confirm(
 def _trial_config(config: Config, made: RunPlan, micro_batch: int) -> Config:
     """The run's, on random tokens, without evaluations and checkpoints."""
     model: Any = config.model
-    if isinstance(config.data, Ul2Settings | Seq2SeqSettings):
+    if config.data.is_paired:
         raise SetupError(
-            f"--confirm: trains on random text, and data={config.data.type} has examples of two sides; leave it out"
+            f"--confirm: trains on random text, and data={value_at(config, 'data')} has examples of two sides; "
+            "leave it out"
         )
     assert made.seq_len is not None, "memory_by_micro_batch has refused that"
     if "vocab_size" in vars(model):

@@ -83,15 +83,19 @@ class Option(Settings):
 class OnlyIf:
     """Annotation of a field that counts only under another setting: giving it where it does not count is a mistake.
 
-    ``void(config)`` returns why the field does not count under the whole ``Config``; None where it counts.
+    ``void(config, owner)`` returns why the field does not count under the whole ``Config`` and beside the other fields
+    of ``owner``, the settings that have it; None where it counts.
     """
 
-    void: Callable[[Any], Void | None]
+    void: Callable[[Any, Any], Void | None]
 
 
 @dataclass(frozen=True)
 class Void:
-    """Why a field does not count: the setting ``because`` of which it does not, and the remedy that makes it count."""
+    """Why a field does not count: the setting ``because`` of which it does not, and the remedy that makes it count.
+
+    A setting that begins with a dot stands beside the field, wherever the settings that have both are.
+    """
 
     because: str
     remedy: str
@@ -99,20 +103,24 @@ class Void:
 
 
 def only_if(setting: str, *values: Any, remedy: str = "") -> OnlyIf:
-    """The field counts where the setting, a dotted path, has one of the values (of a group: of these options)."""
-    void = Void(setting, remedy or f"set {setting.rpartition('.')[2]}={either(map(typed, values))}")
-    return OnlyIf(lambda config: None if value_at(config, setting) in values else void)
+    """The field counts where the setting has one of the values (of a group: of these options).
+
+    ``setting``: a dotted path, of one beside the field a dot and its name.
+    """
+    remedy = remedy or f"set {setting.rpartition('.')[2]}={either(map(typed, values))}"
+    return only_where(setting, lambda value: value in values, remedy)
 
 
 def only_where(setting: str, counts: Callable[[Any], bool], remedy: str) -> OnlyIf:
     """The field counts where ``counts(the setting's value)`` is true."""
     void = Void(setting, remedy)
-    return OnlyIf(lambda config: None if counts(value_at(config, setting)) else void)
+    is_beside, path = setting.startswith("."), setting.removeprefix(".")
+    return OnlyIf(lambda config, owner: None if counts(value_at(owner if is_beside else config, path)) else void)
 
 
 def value_at(config: Any, path: str) -> Any:
     """The value of a setting; of a group its option's type."""
-    value = reduce(getattr, path.split("."), config)
+    value = reduce(lambda at, key: at[key] if isinstance(at, dict) else getattr(at, key), path.split("."), config)
     return getattr(value, "type", value)
 
 
@@ -138,12 +146,12 @@ def without_evaluation(config: Any) -> Void | None:
     return nothing
 
 
-NEEDS_EVALUATION = OnlyIf(without_evaluation)
+NEEDS_EVALUATION = OnlyIf(lambda config, owner: without_evaluation(config))
 
 
 def asks_for_evaluation(name: str) -> OnlyIf:
     """The run-level setting counts, unless it is off, only where something is held out."""
-    return OnlyIf(lambda config: None if getattr(config, name) in ("no", False) else config.data.nothing_held_out)
+    return OnlyIf(lambda config, _: None if getattr(config, name) in ("no", False) else config.data.nothing_held_out)
 
 
 PositiveInt = Annotated[int, Gt(0)]

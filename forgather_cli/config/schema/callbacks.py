@@ -180,20 +180,19 @@ class TensorboardSettings(CallbackPart):
 def _once(name: str) -> OnlyIf:
     """For a setting of textgen that ``generation_config`` may have as well."""
 
-    def void(config: Any) -> Void | None:
-        given = config.callbacks.textgen.generation_config
+    def void(config: Any, owner: TextgenSettings) -> Void | None:
+        given = owner.generation_config
         if given is None or getattr(given, name) is None:
             return None
-        where = f"callbacks.textgen.generation_config.{name}"
-        return Void(where, "take it out there", "generation_config says it too,")
+        return Void(f".generation_config.{name}", "take it out there", "generation_config says it too,")
 
     return OnlyIf(void)
 
 
-def _without_texts(config: Any) -> Void | None:
+def _without_texts(config: Any, owner: CallbackSettings) -> Void | None:
     """Texts come at evaluations, where they have no steps of their own."""
-    void, textgen = without_evaluation(config), config.callbacks.textgen
-    if void is None or textgen.generation_steps is not None:
+    void = without_evaluation(config)
+    if void is None or config.callbacks.textgen.generation_steps is not None:
         return None
     return Void(void.because, f"{void.remedy}, set callbacks.textgen.generation_steps=100")
 
@@ -306,8 +305,8 @@ class TrackersSettings(CallbackPart):
 
 
 TOKEN_VARIABLE = "FORGATHER_AUTH_TOKEN"
-_SERVED = only_if("callbacks.control.enable_http", True)
-_ASKED_FOR = only_if("callbacks.control.disable_auth", False)
+_SERVED = only_if(".enable_http", True)
+_ASKED_FOR = only_if(".disable_auth", False)
 
 
 @settings
@@ -466,7 +465,7 @@ class DivergenceSettings(CallbackPart):
     patience: PositiveInt = 3  # values in a row
     warmup: Count = 10  # first values, which are not judged
     action: Literal["stop", "abort", "rollback"] = "stop"
-    max_rollbacks: Annotated[PositiveInt, only_if("callbacks.divergence.action", "rollback")] = 3  # in the run's life
+    max_rollbacks: Annotated[PositiveInt, only_if(".action", "rollback")] = 3  # in the run's life
     use_eval_loss: bool = False  # judge eval_loss instead of loss
     metric_key: str | None = None  # judge this metric of the logs or evaluations
 

@@ -17,10 +17,11 @@ from forgather_cli.config.schema.base import (
     FilePath,
     Fraction,
     OnlyIf,
+    Option,
     PositiveInt,
-    Settings,
     Target,
     Void,
+    by_type,
     only_if,
     only_where,
     settings,
@@ -29,35 +30,56 @@ from forgather_cli.config.schema.trainer import NEEDS_RANKS
 from forgather_cli.documents.regular_files import GIVE_RECORDS, RECORDS
 
 
-def _undispatched(config: Any) -> Void | None:
+def _undispatched(config: Any, owner: DataSettings | DataTarget) -> Void | None:
     """Ranks read data that has numbers by these; one rank has nobody to share other data with."""
-    if not config.data.is_stream:
+    if not owner.is_stream:
         streams = "data._target_, or data=hf with streaming=true"
         return Void("data", f"ranks read its samples by number; give iterable data ({streams})")
-    return NEEDS_RANKS.void(config)
+    return NEEDS_RANKS.void(config, owner)
 
 
-WITHOUT_EVAL_FILES = only_where("data.eval_files", lambda files: not files, "leave eval_files out")
-_CACHED = only_if("data.streaming", False)
-_OF_DIRECTORY = only_where("data.tokenizer", lambda name: name not in ("bytes", "bpe"), "set data.tokenizer=DIR")
+WITHOUT_EVAL_FILES = only_where(".eval_files", lambda files: not files, "leave eval_files out")
+_CACHED = only_if(".streaming", False)
+_OF_DIRECTORY = only_where(".tokenizer", lambda name: name not in ("bytes", "bpe"), "set data.tokenizer=DIR")
 
 
 @settings
-class CommonData(Settings):
-    """What all data have."""
+class DataSettings(Option):
+    """What all data have: the base of every option of the group ``data``.
+
+    ``maker`` names a class below ``data.splits.DataSource``. It is made with the option and what the run's other
+    settings say, and has what others ask: ``load`` (datasets and tokenizer), ``text`` (the documents), ``origins``
+    (what these lie in), and for a plan ``vocabulary``, ``sides``, ``counts``. ``data.sources.TextSource`` has all
+    but ``text``; its options are below ``CorpusSettings``. The properties here are fields where an option has them.
+    """
 
     tokenizer: FilePath = "bytes"  # bytes, bpe, or a directory with tokenizer.json
-    bpe_vocab_size: Annotated[int, Ge(258), only_if("data.tokenizer", "bpe")] = 4096
+    bpe_vocab_size: Annotated[int, Ge(258), only_if(".tokenizer", "bpe")] = 4096
     cache_dir: FilePath | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
     # of iterable data; null: true, rank 0 reads and sends; false: each its shard
     dispatch_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
     dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None  # null: as dispatch_batches
 
     is_paired: ClassVar[bool | None] = False
-    """Whether its examples have two sides, for an encoder-decoder; None where only the user knows."""
+    """Whether its examples have two sides, for an encoder-decoder; it then has the fields of ``PairedSettings``. None
+    where only the user knows."""
+    is_chats: ClassVar[bool] = False
+    """Whether its documents are chats, trained on in part; it then has the fields of ``InstructSettings``."""
 
-    adds_tokens: ClassVar[bool] = False
-    """Whether the model may have to learn tokens that it adds to the tokenizer: markers of chats."""
+    @property
+    def seq_len(self) -> int:
+        """The longest sample in tokens; of examples of two sides the longer one."""
+        raise NotImplementedError
+
+    @property
+    def add_tokens(self) -> Literal["auto"] | bool:
+        """Whether it gives its tokenizer tokens that the model is to learn."""
+        return False
+
+    @property
+    def template_date(self) -> str | None:
+        """The day that a chat template writes, None: that of the run's first start; empty where none does."""
+        return ""
 
     @property
     def is_stream(self) -> bool:
@@ -72,7 +94,9 @@ class CommonData(Settings):
 
 
 @settings
-class _Data(CommonData):
+class SequenceSettings(DataSettings):
+    """Data whose samples are cut from documents, or made of them, and have one length."""
+
     seq_len: Annotated[int, Ge(2)] = 256  # tokens
     packing: Literal["concat", "best_fit", "pad"] = "concat"
     isolate_documents: bool = False
@@ -80,12 +104,12 @@ class _Data(CommonData):
     add_bos: Annotated[bool | None, _OF_DIRECTORY] = None
 
 
-def _files_of_text(config: Any) -> Void | None:
+def _files_of_text(config: Any, owner: Any) -> Void | None:
     """Where all files are plain text, which has no field."""
-    patterns = [*config.data.files, *config.data.eval_files]
+    patterns = [*owner.files, *owner.eval_files]
     names = [Path(name.lower()) for each in patterns for name in glob(each, recursive=True) or [each]]
     has_records = any(suffix in RECORDS for name in names for suffix in name.suffixes)
-    return None if has_records or not config.data.files else Void("data.files", GIVE_RECORDS)
+    return None if has_records or not owner.files else Void(".files", GIVE_RECORDS)
 
 
 OF_RECORDS = OnlyIf(_files_of_text)
@@ -93,21 +117,27 @@ OnBadRow = Literal["error", "skip"]
 
 
 @settings
-class _Tokenized(_Data):
+class CorpusSettings(SequenceSettings):
+    """Text, which is tokenized once, into the cache."""
+
     tokenize_processes: PositiveInt | None = None  # at once; null: the cores, where there is enough to do
 
 
 @settings
-class PythonStdlibSettings(_Tokenized):
+class PythonStdlibSettings(CorpusSettings):
     """Sources of the running interpreter's standard library."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:FilesSource"
 
     type: Literal["python_stdlib"] = "python_stdlib"
     eval_fraction: Fraction = 0.05  # of the files
 
 
 @settings
-class TextSettings(_Tokenized):
+class TextSettings(CorpusSettings):
     """Local text: txt, md, jsonl, json, csv, tsv, plain or compressed; and parquet."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:FilesSource"
 
     type: Literal["text"] = "text"
     files: list[FilePath]
@@ -117,16 +147,16 @@ class TextSettings(_Tokenized):
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the documents
 
 
-def _beside_files(config: Any) -> Void | None:
+def _beside_files(config: Any, owner: Any) -> Void | None:
     """Files that are read without the library leave nothing to the settings of a dataset."""
-    return Void("data.files", "leave files out") if getattr(config.data, "files", None) else None
+    return Void(".files", "leave files out") if getattr(owner, "files", None) else None
 
 
 _OF_DATASET = OnlyIf(_beside_files)
 
 
 @settings
-class DatasetSettings(_Data):
+class DatasetSettings(SequenceSettings):
     """What the ``datasets`` library reads: a dataset of the hub, local files, or a directory."""
 
     # a name on the hub, a directory, or a format of data_files; null: by their suffix
@@ -140,12 +170,12 @@ class DatasetSettings(_Data):
     revision: Annotated[str | None, _OF_DATASET] = None  # branch, tag or commit on the hub
     eval_fraction: Annotated[
         Fraction,
-        only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
-        only_if("data.eval_split", None, remedy="leave eval_split out"),
+        only_if(".streaming", False, remedy="set data.eval_split or data.eval_files"),
+        only_if(".eval_split", None, remedy="leave eval_split out"),
         WITHOUT_EVAL_FILES,
     ] = 0.05  # of the documents
     streaming: Annotated[bool, _OF_DATASET] = False
-    shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents; 0: in the dataset's order
+    shuffle_buffer: Annotated[Count, only_if(".streaming", True)] = 0  # documents; 0: in the dataset's order
     cache_dir: Annotated[FilePath | None, _CACHED] = None
 
     @property
@@ -169,13 +199,15 @@ class DatasetSettings(_Data):
 
 
 @settings
-class HfSettings(DatasetSettings, _Tokenized):
+class HfSettings(DatasetSettings, CorpusSettings):
     """The ``datasets`` library: a dataset of the hub, local files, or a directory."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:HfSource"
 
     type: Literal["hf"] = "hf"
     text_key: str = "text"
     on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
-    tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None  # as _Tokenized
+    tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None  # as CorpusSettings
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.dataset is None and not self.data_files:
@@ -194,8 +226,10 @@ class HfSettings(DatasetSettings, _Tokenized):
 
 
 @settings
-class TokensSettings(_Data):
+class TokensSettings(SequenceSettings):
     """Pre-tokenized memory maps."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:TokenFilesSource"
 
     type: Literal["tokens"] = "tokens"
     files: list[FilePath]
@@ -217,6 +251,9 @@ ChatKey = Literal[
 class InstructSettings(DatasetSettings):
     """Conversations: files of records, or of the ``datasets`` library; targets are the assistant's turns."""
 
+    maker: ClassVar[str] = "forgather_cli.data.sources:ChatSource"
+    is_chats: ClassVar[bool] = True
+
     type: Literal["instruct"] = "instruct"
     files: list[FilePath] = field(default_factory=list)  # eval_files go with them, or with data_files
     on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
@@ -232,8 +269,6 @@ class InstructSettings(DatasetSettings):
     too_long: Literal["cut", "drop"] = "cut"  # conversations longer than seq_len
     packing: Literal["concat", "best_fit", "pad"] = "best_fit"
     isolate_documents: bool = True
-
-    adds_tokens: ClassVar[bool] = True
 
     def problems(self, config: Any) -> Iterator[str]:
         if not self.files and self.dataset is None and not self.data_files:
@@ -254,8 +289,10 @@ class InstructSettings(DatasetSettings):
 
 
 @settings
-class SyntheticSettings(_Data):
+class SyntheticSettings(SequenceSettings):
     """Random tokens made on the fly, for benchmarks and tests."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:SyntheticSource"
 
     type: Literal["synthetic"] = "synthetic"
     num_samples: PositiveInt = 100_000
@@ -278,5 +315,10 @@ class DataTarget(Target):
 
     is_stream: ClassVar[bool] = True
     is_paired: ClassVar[bool | None] = None
-    adds_tokens: ClassVar[bool] = False
+    cache_dir: ClassVar[str | None] = None
+    add_tokens: ClassVar[bool] = False
+    template_date: ClassVar[str] = ""
     nothing_held_out: ClassVar[Void | None] = None
+
+
+DataOption = Annotated[DataSettings | DataTarget, by_type]

@@ -71,7 +71,7 @@ class WholeSettings(ModelSettings):
         return {"option": self}
 
 
-_TYPE = "model.rope_scaling.rope_type"
+_TYPE = ".rope_type"
 _YARN = only_if(_TYPE, "yarn")
 
 

@@ -17,9 +17,9 @@ from forgather_cli.config.schema.base import (
 )
 from forgather_cli.config.schema.decoder import DecoderSettings, RopeScaling, WholeSettings
 
-_FROM_SCRATCH = only_where("model.init_from", lambda path: path is None, "leave init_from out")
+_FROM_SCRATCH = only_where(".init_from", lambda path: path is None, "leave init_from out")
 
-_FROM_DIRECTORY = only_where("model.init_from", bool, "set model.init_from=DIR")
+_FROM_DIRECTORY = only_where(".init_from", bool, "set model.init_from=DIR")
 
 
 @settings

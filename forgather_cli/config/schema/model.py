@@ -17,8 +17,8 @@ from forgather_cli.config.schema.base import (
 )
 from forgather_cli.config.schema.decoder import ModelSettings, WholeSettings
 
-_OF_DIRECTORY = only_where("model.path", bool, "set model.path=DIR")
-_RESIZED = only_if("model.resize_vocabulary", True)
+_OF_DIRECTORY = only_where(".path", bool, "set model.path=DIR")
+_RESIZED = only_if(".resize_vocabulary", True)
 
 
 @settings

@@ -17,29 +17,26 @@ from forgather_cli.config.schema.base import (
     Settings,
     Target,
     Void,
-    by_type,
     only_if,
     settings,
 )
 from forgather_cli.config.schema.data import (
     OF_RECORDS,
     WITHOUT_EVAL_FILES,
-    CommonData,
-    DataTarget,
+    DataSettings,
     HfSettings,
-    InstructSettings,
     OnBadRow,
     PythonStdlibSettings,
-    SyntheticSettings,
     TextSettings,
-    TokensSettings,
 )
 
-_PACKED = only_if("data.packing", "best_fit")
+_PACKED = only_if(".packing", "best_fit")
 
 
 @settings
-class _PairedData(CommonData):
+class PairedSettings(DataSettings):
+    """Data whose examples have two sides."""
+
     max_encoder_length: Annotated[int, Ge(2)] = 4096  # tokens of one example's source
     max_decoder_length: Annotated[int, Ge(2)] = 2048  # tokens of one example's target
     packing: Literal["best_fit", "pad"] = "best_fit"
@@ -114,30 +111,32 @@ MIXTURES: dict[str, tuple[DenoiserSettings, ...]] = {
 
 
 @settings
-class Ul2Settings(_PairedData):
+class Ul2Settings(PairedSettings):
     """Text of which a part is to be restored, by a mixture of denoisers."""
+
+    maker: ClassVar[str] = "forgather_cli.data.paired.source:Ul2Source"
 
     type: Literal["ul2"] = "ul2"
     source: Literal["python_stdlib", "text", "hf"] = "python_stdlib"
-    files: Annotated[list[FilePath], only_if("data.source", "text")] = field(default_factory=list)
-    dataset: Annotated[FilePath | None, only_if("data.source", "hf")] = None
-    dataset_config: Annotated[str | None, only_if("data.source", "hf")] = None
-    train_split: Annotated[str, only_if("data.source", "hf")] = "train"
-    eval_split: Annotated[str | None, only_if("data.source", "hf")] = None
-    data_files: Annotated[list[FilePath], only_if("data.source", "hf")] = field(default_factory=list)
-    revision: Annotated[str | None, only_if("data.source", "hf")] = None
-    streaming: Annotated[bool, only_if("data.source", "hf")] = False
-    shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents
-    eval_files: Annotated[list[FilePath], only_if("data.source", "text", "hf")] = field(default_factory=list)
+    files: Annotated[list[FilePath], only_if(".source", "text")] = field(default_factory=list)
+    dataset: Annotated[FilePath | None, only_if(".source", "hf")] = None
+    dataset_config: Annotated[str | None, only_if(".source", "hf")] = None
+    train_split: Annotated[str, only_if(".source", "hf")] = "train"
+    eval_split: Annotated[str | None, only_if(".source", "hf")] = None
+    data_files: Annotated[list[FilePath], only_if(".source", "hf")] = field(default_factory=list)
+    revision: Annotated[str | None, only_if(".source", "hf")] = None
+    streaming: Annotated[bool, only_if(".source", "hf")] = False
+    shuffle_buffer: Annotated[Count, only_if(".streaming", True)] = 0  # documents
+    eval_files: Annotated[list[FilePath], only_if(".source", "text", "hf")] = field(default_factory=list)
     eval_fraction: Annotated[
         Fraction,
         WITHOUT_EVAL_FILES,
-        only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
-        only_if("data.eval_split", None, remedy="leave eval_split out"),
+        only_if(".streaming", False, remedy="set data.eval_split or data.eval_files"),
+        only_if(".eval_split", None, remedy="leave eval_split out"),
     ] = 0.05
-    text_key: Annotated[str, only_if("data.source", "text", "hf"), OF_RECORDS] = "text"
-    on_bad_row: Annotated[OnBadRow, only_if("data.source", "text", "hf")] = "error"
-    tokenize_processes: Annotated[PositiveInt | None, only_if("data.streaming", False)] = None
+    text_key: Annotated[str, only_if(".source", "text", "hf"), OF_RECORDS] = "text"
+    on_bad_row: Annotated[OnBadRow, only_if(".source", "text", "hf")] = "error"
+    tokenize_processes: Annotated[PositiveInt | None, only_if(".streaming", False)] = None
     max_seq_length: Annotated[int, Ge(8)] = 8192  # tokens of a window
     mixture: Literal["r_x_s", "ul2"] = "r_x_s"
     ul2_task_weights: list[PositiveFloat] | None = None  # of the mixture's denoisers; null: its own
@@ -190,8 +189,10 @@ class Ul2Settings(_PairedData):
 
 
 @settings
-class Seq2SeqSettings(_PairedData):
+class Seq2SeqSettings(PairedSettings):
     """Pairs of a source and a target in files of records."""
+
+    maker: ClassVar[str] = "forgather_cli.data.paired.source:PairSource"
 
     type: Literal["seq2seq"] = "seq2seq"
     files: list[FilePath]
@@ -203,17 +204,3 @@ class Seq2SeqSettings(_PairedData):
     input_key: str = "input"
     target_key: str = "target"
     too_long: Literal["cut", "drop"] = "cut"
-
-
-DataOption = Annotated[
-    PythonStdlibSettings
-    | TextSettings
-    | HfSettings
-    | TokensSettings
-    | InstructSettings
-    | SyntheticSettings
-    | Ul2Settings
-    | Seq2SeqSettings
-    | DataTarget,
-    by_type,
-]

@@ -179,7 +179,7 @@ class QATSettings(_Converting):
     qat_recipe: Literal[
         "int8-weight-only", "int8-dynamic-act-int4-weight", "int4-weight-only", "int8-dynamic-act-int8-weight"
     ] = "int8-dynamic-act-int4-weight"
-    group_size: Annotated[PositiveInt | None, only_if("precision.qat_recipe", *GROUP_SIZES)] = None  # null: GROUP_SIZES
+    group_size: Annotated[PositiveInt | None, only_if(".qat_recipe", *GROUP_SIZES)] = None  # null: GROUP_SIZES
 
     @property
     def trained_for(self) -> tuple[QuantizeRecipe, dict[str, Any]] | None:

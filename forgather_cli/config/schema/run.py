@@ -34,10 +34,10 @@ from forgather_cli.config.schema.base import (
     value_at,
 )
 from forgather_cli.config.schema.callbacks import CallbackOption
+from forgather_cli.config.schema.data import DataOption
 from forgather_cli.config.schema.loss import LossOption, LossSettings
 from forgather_cli.config.schema.model import ModelOption
 from forgather_cli.config.schema.optimizer import OptimizerOption
-from forgather_cli.config.schema.paired import DataOption
 from forgather_cli.config.schema.precision import PrecisionOption
 from forgather_cli.config.schema.scheduler import SchedulerOption
 from forgather_cli.config.schema.trainer import NEEDS_RANKS, TrainerOption
@@ -54,10 +54,10 @@ _ON_RESUME = only_where("resume_from_checkpoint", lambda resume: resume is not F
 
 
 _SERVED = OnlyIf(  # the server of commands names the job by it
-    lambda config: None if config.callbacks.control else Void("callbacks.control", "add '+callbacks.control={}'")
+    lambda config, _: None if config.callbacks.control else Void("callbacks.control", "add '+callbacks.control={}'")
 )
 _NEW_RUN = OnlyIf(  # one that is gone on with is not overwritten; overwrite_output_dir=false says just that
-    lambda config: (
+    lambda config, _: (
         Void("resume_from_checkpoint", "set resume_from_checkpoint=false")
         if config.overwrite_output_dir and config.resume_from_checkpoint is True
         else None

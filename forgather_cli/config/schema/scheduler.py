@@ -21,9 +21,9 @@ from forgather_cli.config.schema.base import (
 )
 
 
-def _never_warm(config: Any) -> Void | None:
+def _never_warm(config: Any, owner: SchedulerSettings) -> Void | None:
     """A warmup that is longer than the run. Of a recipe that is made shorter to try it, training says so in a line."""
-    warmup, steps = config.lr_scheduler.warmup_steps, config.max_steps
+    warmup, steps = owner.warmup_steps, config.max_steps
     if not 0 < steps < warmup:
         return None
     what = f"{warmup:g} steps are more than the run has, so learning_rate={config.learning_rate:g} is never reached"
@@ -58,7 +58,7 @@ class SchedulerSettings(Option):
 
 
 _ANNEALS = only_where(
-    "lr_scheduler.anneal_start_step",
+    ".anneal_start_step",
     lambda step: step is not None,
     "set anneal_start_step to the step at which the anneal begins",
 )

@@ -114,7 +114,7 @@ class SingleSettings(TrainerSettings):
     type: Literal["single"] = "single"
 
 
-_AVERAGES = only_if("trainer.post_local_sgd.enabled", True, remedy="set post_local_sgd.enabled=true")
+_AVERAGES = only_if(".enabled", True, remedy="set post_local_sgd.enabled=true")
 
 
 @settings
@@ -162,7 +162,7 @@ class DDPSettings(TrainerSettings):
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = True
     static_graph: bool = False
-    skip_all_reduce_unused_params: Annotated[bool, only_if("trainer.find_unused_parameters", True)] = False
+    skip_all_reduce_unused_params: Annotated[bool, only_if(".find_unused_parameters", True)] = False
     comm_hook: Literal["none", "bf16_compress", "fp16_compress", "powersgd"] = "none"
     post_local_sgd: PostLocalSGD = field(default_factory=PostLocalSGD)
 
@@ -203,8 +203,8 @@ class PipelineSettings(TrainerSettings):
     schedule: Schedule | Annotated[Target, by_type] = "1F1B"
     stages_per_rank: PositiveInt | None = None  # null: from the schedule
     split: Literal["auto"] | list[PositiveInt] = "auto"
-    input_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
-    output_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
+    input_weight: Annotated[NonNegative, only_if(".split", "auto")] = 1.0
+    output_weight: Annotated[NonNegative, only_if(".split", "auto")] = 1.0
     model_splitter: Annotated[Target, by_type] | None = None  # null: the model's cut
     shard: PositiveInt = 1
 
