@@ -4,10 +4,17 @@ group its options, and which recipe chooses which.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import json
+import re
+import sys
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -93,8 +100,30 @@ def _files(path: str, search: SearchPath) -> dict[str, Path]:
 def _about(setting: Setting, files: dict[str, Path]) -> str:
     """What a setting means; where nothing says it, what that of which it is a part means."""
     name = setting.path.partition(".")[2] or setting.path
-    own, above = ([comment(file, key) for file in files.values() if key] for key in (name, name.rpartition(".")[0]))
-    return next(filter(None, [*own, _meaning(setting.annotation), *above]), "")
+    own = [field_comment(setting.leaf, setting.owners), *(comment(file, name) for file in files.values())]
+    above = settings().get(setting.path.rpartition(".")[0])
+    return next(filter(None, own), "") or _meaning(setting.annotation) or (_about(above, files) if above else "")
+
+
+def field_comment(name: str, owners: Iterable[type]) -> str:
+    """What stands at a field in the source of the first class that says something there."""
+    classes = (base for owner in owners for base in owner.__mro__[:-1])
+    return next(filter(None, (_comments(cls.__module__).get(f"{cls.__name__}.{name}") for cls in classes)), "")
+
+
+@cache
+def _comments(module: str) -> dict[str, str]:
+    """By ``Class.field`` the comment behind each field of a module's classes, or in the lines above it."""
+    source, found = inspect.getsource(sys.modules[module]), dict[str, str]()
+    lines = source.splitlines()
+    for cls in ast.parse(source).body:
+        for field in cls.body if isinstance(cls, ast.ClassDef) else ():
+            if isinstance(field, ast.AnnAssign) and field.end_lineno:
+                behind = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode()
+                above = takewhile(lambda line: line.strip().startswith("#"), lines[field.lineno - 2 :: -1])
+                text = re.sub("# (type|fmt|noqa):.*", "", behind) or "\n".join(reversed([*above]))
+                found[f"{cls.name}.{ast.unparse(field.target)}"] = re.sub(r"\s*(^|\n) *#", "", text).strip(" #")
+    return found
 
 
 _EDITED = (

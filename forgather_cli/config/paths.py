@@ -22,13 +22,14 @@ class Setting:
     """One dotted path of the schema.
 
     ``types`` are the option types that have it (empty at run level), ``annotation`` its type there. ``open`` paths
-    may have anything below them: mappings, lists, and mappings of settings.
+    may have anything below them: mappings, lists, and mappings of settings. ``owners``: the classes it is a field of.
     """
 
     path: str
     types: tuple[str, ...]
     annotation: Any
     open: bool
+    owners: tuple[type, ...]
 
     @property
     def leaf(self) -> str:
@@ -43,8 +44,9 @@ def settings() -> dict[str, Setting]:
     for group in BARE_GROUPS:
         for option in members(hints[group]):
             for path, setting in _below(option, f"{group}.", option.type):
-                before = found[path].types if path in found else ()
-                found[path] = dataclasses.replace(found.get(path, setting), types=before + setting.types)
+                if (first := found.setdefault(path, setting)) is not setting:
+                    types, owners = first.types + setting.types, first.owners + setting.owners
+                    found[path] = dataclasses.replace(first, types=types, owners=owners)
     found.update(_below(schema.CallbackSettings, "callbacks.", None))
     found.update(_below(schema.DilocoServerSettings, f"{SERVER}.", None))
     return {path: setting for path, setting in found.items() if path != "callbacks.custom"}
@@ -158,7 +160,7 @@ def _below(cls: type, prefix: str, kind: str | None) -> Iterator[tuple[str, Sett
         kinds = alternatives(annotation)
         nested = [inner for inner in kinds if dataclasses.is_dataclass(inner) and inner is not schema.Target]
         opened = bool(nested) or schema.Target in kinds or any(get_origin(inner) in (dict, list) for inner in kinds)
-        yield f"{prefix}{name}", Setting(f"{prefix}{name}", of, annotation, opened and not nested)
+        yield f"{prefix}{name}", Setting(f"{prefix}{name}", of, annotation, opened and not nested, (cls,))
         for inner in nested:
             if isinstance(inner, type):
                 yield from _below(inner, f"{prefix}{name}.", kind)

@@ -31,9 +31,11 @@ class GroupSettings:
     groups come before the shipped one, ``no_decay``."""
 
     regex: str
-    vectors: bool = False  # parameters of one dimension too, whatever their names; a saved run without it goes on so
-    settings: dict[str, Any] = field(default_factory=dict)  # param-group settings: lr, weight_decay, betas, ...
-    optimizer: OptimizerOption | None = None  # an optimizer of its own; null: the main one
+    vectors: bool = False  # true: and parameters of one dimension, whatever their names
+    settings: dict[str, Any] = field(
+        default_factory=dict
+    )  # lr, lr_scale (times learning_rate), weight_decay, betas, ...
+    optimizer: OptimizerOption | None = None  # null: the main one
 
     def problems_in(self, name: str, main: _Optimizer) -> Iterator[str]:
         """As the group ``name`` of the optimizer ``main``."""
@@ -87,6 +89,7 @@ class _Optimizer(Settings):
     """Numbers that it keeps for each parameter, at least."""
 
     type: str = ""
+    # name: {regex: of parameter names, settings, optimizer}; first match wins, yours first
     groups: dict[str, GroupSettings] = field(default_factory=_no_decay)
 
     def group_problems(self) -> Iterator[str]:
@@ -111,48 +114,55 @@ Betas = tuple[Probability, Probability]
 
 @settings
 class AdamWSettings(_Optimizer):
+    """AdamW, fused where PyTorch has it."""
+
     moments: ClassVar[int] = 2
 
     type: Literal["adamw"] = "adamw"
-    betas: Betas = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
+    betas: Betas = (0.9, 0.95)  # decay of the first and second moment per step
+    eps: PositiveFloat = 1e-8  # added to the root of the second moment
     fused: bool | None = None  # null: where it exists
 
 
 @settings
 class AdafactorSettings(_Optimizer):
+    """Adafactor: factored second moments, next to no optimizer memory."""
+
     trains_shards: ClassVar[bool] = False  # its row and column means would have to be summed; torch 2.13 raises
 
     type: Literal["adafactor"] = "adafactor"
-    beta2_decay: float = -0.8
-    clipping_threshold: PositiveFloat = 1.0
+    beta2_decay: float = -0.8  # exponent of the second moment's decay
+    clipping_threshold: PositiveFloat = 1.0  # root mean square an update is clipped to
 
 
 @settings
 class MuonSettings(_Optimizer):
-    """Muon for the hidden matrices, AdamW for the rest (embeddings, head, norms, biases)."""
+    """Muon for the hidden matrices, AdamW for embeddings, head, norms and biases."""
 
     brings_another: ClassVar[bool] = True
     moments: ClassVar[int] = 1  # of the matrices
 
     type: Literal["muon"] = "muon"
-    momentum: Probability = 0.95
-    momentum_warmup_steps: Count = 200
-    nesterov: bool = True
-    cautious_weight_decay: bool = False
-    ns_steps: PositiveInt = 5
+    momentum: Probability = 0.95  # of Muon, per step
+    momentum_warmup_steps: Count = 200  # of Muon: steps in which the momentum rises from 0.85
+    nesterov: bool = True  # of Muon
+    cautious_weight_decay: bool = False  # of Muon: decay only weights that the step moves towards zero
+    ns_steps: PositiveInt = 5  # Newton-Schulz iterations
+    # match_rms_adamw (AdamW's learning rates fit), original
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    betas: Betas = (0.9, 0.95)  # of AdamW
-    eps: PositiveFloat = 1e-8  # of AdamW
-    fused: bool | None = None  # of AdamW
+    betas: Betas = (0.9, 0.95)  # of AdamW: decay of the first and second moment per step
+    eps: PositiveFloat = 1e-8  # of AdamW: added to the root of the second moment
+    fused: bool | None = None  # of AdamW; null: where it exists
     groups: dict[str, GroupSettings] = field(default_factory=_muon_groups)
 
 
 @settings
 class SGDSettings(_Optimizer):
+    """Stochastic gradient descent with optional momentum."""
+
     type: Literal["sgd"] = "sgd"
-    momentum: Probability = 0.0
-    nesterov: bool = False
+    momentum: Probability = 0.0  # per step
+    nesterov: bool = False  # needs momentum
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
