@@ -43,10 +43,9 @@ def settings() -> dict[str, Setting]:
     hints = get_type_hints(schema.Config, include_extras=True)
     for group in BARE_GROUPS:
         for option in members(hints[group]):
-            for path, setting in _below(option, f"{group}.", option.type):
-                if (first := found.setdefault(path, setting)) is not setting:
-                    types, owners = first.types + setting.types, first.owners + setting.owners
-                    found[path] = dataclasses.replace(first, types=types, owners=owners)
+            for path, new in _below(option, f"{group}.", option.type):
+                old = found.get(path, dataclasses.replace(new, types=(), owners=()))
+                found[path] = dataclasses.replace(old, types=old.types + new.types, owners=old.owners + new.owners)
     found.update(_below(schema.CallbackSettings, "callbacks.", None))
     found.update(_below(schema.DilocoServerSettings, f"{SERVER}.", None))
     return {path: setting for path, setting in found.items() if path != "callbacks.custom"}

@@ -32,9 +32,8 @@ class GroupSettings:
 
     regex: str
     vectors: bool = False  # true: and parameters of one dimension, whatever their names
-    settings: dict[str, Any] = field(
-        default_factory=dict
-    )  # lr, lr_scale (times learning_rate), weight_decay, betas, ...
+    # lr, lr_scale (times learning_rate), weight_decay, betas, ...
+    settings: dict[str, Any] = field(default_factory=dict)
     optimizer: OptimizerOption | None = None  # null: the main one
 
     def problems_in(self, name: str, main: _Optimizer) -> Iterator[str]:
