@@ -119,8 +119,8 @@ def _comments(module: str) -> dict[str, str]:
     """By ``Class.field`` the comment behind each field of a module's classes, or in the lines above it."""
     source, found = inspect.getsource(import_module(module)), dict[str, str]()
     lines = source.splitlines()
-    for cls in ast.parse(source).body:
-        for field in cls.body if isinstance(cls, ast.ClassDef) else ():
+    for cls in (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)):
+        for field in cls.body:
             if isinstance(field, ast.AnnAssign) and field.end_lineno:
                 behind = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode()
                 above = takewhile(lambda line: line.strip().startswith("#"), lines[field.lineno - 2 :: -1])

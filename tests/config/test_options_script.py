@@ -99,7 +99,7 @@ class Focal(_Base):
     # the one comment that is
     # so long that it has two lines above its field, and two lines in the file behind the value of the setting as well
     part: Part = field(default_factory=Part)
-    filled: str = field(default="bytes", metadata={"file": None})  # noqa: E501
+    filled: str = field(default="bytes", metadata={"file": None})  # type: ignore[assignment]
     name: dict[str, Any] = field(default_factory=dict)  # fmt: skip
 
 
