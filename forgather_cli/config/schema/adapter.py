@@ -30,7 +30,7 @@ class NoAdapter(Settings):
 
 @settings
 class LoRASettings(Settings):
-    """LoRA: two small matrices beside each of a frozen model's, PEFT's names."""
+    """LoRA: two small matrices beside each of a frozen model's, PEFT's names. Hu et al. 2021, arXiv:2106.09685."""
 
     type: Literal["lora"] = "lora"
     r: PositiveInt = 16  # rank: numbers that are trained, per row and column of each matrix
@@ -112,14 +112,20 @@ class LoRASettings(Settings):
 
 @settings
 class DoRASettings(LoRASettings):
-    """DoRA: LoRA of each matrix's direction, with the norms of its rows trained beside."""
+    """DoRA: LoRA of each matrix's direction, with the norms of its rows trained beside.
+
+    Liu et al. 2024, arXiv:2402.09353.
+    """
 
     type: Literal["dora"] = "dora"  # type: ignore[assignment]
 
 
 @settings
 class QLoRASettings(LoRASettings):
-    """LoRA beside matrices in four bits (NF4, bitsandbytes): needs the extra qlora."""
+    """LoRA beside matrices in four bits (NF4, bitsandbytes): needs the extra qlora.
+
+    Dettmers et al. 2023, arXiv:2305.14314.
+    """
 
     type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
     double_quant: bool = True  # the scales of blocks are quantized too

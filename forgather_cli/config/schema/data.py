@@ -104,7 +104,7 @@ class PythonStdlibSettings(_Tokenized):
     """Sources of the running interpreter's standard library, about 11 MB; nothing to download."""
 
     type: Literal["python_stdlib"] = "python_stdlib"
-    eval_fraction: Fraction = 0.05  # fraction of the files that is held out
+    eval_fraction: Fraction = 0.05  # fraction of the documents that is held out
 
 
 @settings
@@ -112,13 +112,13 @@ class TextSettings(_Tokenized):
     """Local text: txt, md, jsonl, json, csv, tsv (plain, gz, bz2, xz or zst) and parquet files."""
 
     type: Literal["text"] = "text"
-    files: list[FilePath]  # list of paths and globs
+    files: list[FilePath]  # list of paths and globs, plain or compressed (gz, bz2, xz, zst)
     # list of paths and globs to evaluate on; empty: eval_fraction of the documents
     eval_files: list[FilePath] = field(default_factory=list)
     # field or column of the records that holds the text; not beside txt and md alone
     text_key: Annotated[str, OF_RECORDS] = "text"
     on_bad_row: OnBadRow = "error"  # broken rows and rows without text: error, or skip (left out and counted)
-    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # fraction of the documents that is held out
+    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05
 
 
 def _beside_files(config: Any) -> Void | None:
@@ -207,7 +207,7 @@ class TokensSettings(_Data):
     """Pre-tokenized memory maps: .bin (raw token ids) and .npy files."""
 
     type: Literal["tokens"] = "tokens"
-    files: list[FilePath]
+    files: list[FilePath]  # list of paths and globs
     # list of paths and globs to evaluate on; empty: eval_fraction of the tokens, from the end
     eval_files: list[FilePath] = field(default_factory=list)
     # of .bin files: uint16, uint32, int32, int64; null: uint16, refused where they look wider; .npy files say their own

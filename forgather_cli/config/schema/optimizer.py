@@ -31,6 +31,7 @@ class GroupSettings:
     groups come before the shipped one, ``no_decay``."""
 
     regex: str
+    # where a saved run has none it goes on without
     vectors: bool = False  # true: and parameters of one dimension, whatever their names
     # lr, lr_scale (times learning_rate), weight_decay, betas, ...
     settings: dict[str, Any] = field(default_factory=dict)

@@ -211,7 +211,7 @@ class Seq2SeqSettings(_PairedData):
     """Pairs of a source and a target in jsonl, json, csv, tsv and parquet files; for model=qwen3_encdec."""
 
     type: Literal["seq2seq"] = "seq2seq"
-    files: list[FilePath]  # list of paths and globs, plain or compressed (gz, bz2, xz, zst)
+    files: list[FilePath]
     # list of paths and globs to evaluate on; empty: eval_fraction of the pairs
     eval_files: list[FilePath] = field(default_factory=list)
     eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # fraction of the pairs that is held out
