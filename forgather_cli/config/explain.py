@@ -22,7 +22,7 @@ from forgather_cli.config.mistakes import nearest
 from forgather_cli.config.options import Info, SearchPath, comment, groups, named, recipes, search_path
 from forgather_cli.config.paths import Setting, ending_with, option_leaves, settings, walk
 from forgather_cli.config.recipe import read_recipe
-from forgather_cli.config.schema import Meaning, Target, either
+from forgather_cli.config.schema import Meaning, Option, Target, either
 from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError
 
@@ -170,8 +170,16 @@ def _at(value: Any, path: str, name: str) -> dict[str, Any]:
     return {name: value}
 
 
+def sentence(cls: type) -> str:
+    """The first sentence of a class's docstring; empty where a dataclass has written it."""
+    text = " ".join((cls.__doc__ or "").split()).partition(". ")[0].removesuffix(".")
+    return "" if text.startswith(f"{cls.__name__}(") else text
+
+
 def _meaning(annotation: Any) -> str:
-    """What the annotation itself says; empty where nothing."""
+    """What the annotation itself says, or the option that is the setting; empty where nothing."""
+    if isinstance(annotation, type) and issubclass(annotation, Option):
+        return sentence(annotation)
     found = (each.text if isinstance(each, Meaning) else _meaning(each) for each in get_args(annotation))
     return next(filter(None, found), "")
 

@@ -67,15 +67,9 @@ def alternatives(annotation: Any) -> list[Any]:
 
 def values(annotation: Any) -> list[str]:
     """The values a setting admits as they are typed, where they can be listed: literals, booleans, null."""
-    found: list[str] = []
-    for kind in alternatives(annotation):
-        if get_origin(kind) is Literal:
-            found += [str(value) for value in get_args(kind)]
-        elif kind is bool:
-            found += ["true", "false"]
-        elif kind is types.NoneType:
-            found.append("null")
-    return found
+    of = {bool: ("true", "false"), types.NoneType: ("null",)}
+    words = [get_args(kind) if get_origin(kind) is Literal else of.get(kind, ()) for kind in alternatives(annotation)]
+    return [str(word) for each in words for word in each]
 
 
 def takes_target(setting: Setting) -> bool:
