@@ -1,7 +1,7 @@
 """What every shipped option and recipe composes to stays what it was: ``composed_trees.json`` has it.
 
 The option files of ``conf/`` are written by ``scripts/options``; here a value that drifts is named. Of a change that is
-meant: ``PYTHONPATH=tests .venv/bin/python tests/config/test_composed_trees.py`` writes the file anew; its diff says what.
+meant: ``PYTHONPATH=tests .venv/bin/python tests/config/test_composed_trees.py`` writes it anew, its diff says what.
 """
 
 from __future__ import annotations
