@@ -46,26 +46,29 @@ class NoAdapter(AdapterSettings):
 
 @settings
 class LoRASettings(AdapterSettings):
-    """Beside each adapted matrix two small ones, whose product times lora_alpha / r is added (Hu et al. 2021)."""
+    """LoRA: two small matrices beside each of a frozen model's, PEFT's names. Hu et al. 2021, arXiv:2106.09685."""
 
     maker: ClassVar[str] = "forgather_cli.adapters.model:adapt"
     is_dora: ClassVar[bool] = False
     """The norms of rows are trained too, and layers alone are adapted."""
 
     type: Literal["lora"] = "lora"
-    r: PositiveInt = 16
-    lora_alpha: PositiveFloat = 32.0
-    lora_dropout: Probability = 0.0
-    # all-linear (not the head), names that a layer's full name may end with, or a regular expression of full names
+    r: PositiveInt = 16  # rank: numbers that are trained, per row and column of each matrix
+    lora_alpha: PositiveFloat = 32.0  # the product is multiplied with lora_alpha / r
+    lora_dropout: Probability = 0.0  # of what enters the adapters
+    # all but the head; a list of names (q_proj, v_proj), a regular expression of full names
     target_modules: str | list[str] = ALL_LINEAR
-    target_parameters: list[str] = field(default_factory=list)  # experts, which are parameters of three dimensions
-    # tokens whose rows are trained in the place of the base's: of the embedding, and a head that shares its weight, or
-    # of layers by name; null: tokens that the data add, in embedding and head, where the base has rows for them
+    # parameters that are no layers: experts of three dimensions
+    target_parameters: list[str] = field(default_factory=list)
+    # rows that are trained too: [32000, 32001]; null: of the tokens that the data add
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-    use_rslora: bool = False
+    use_rslora: bool = False  # lora_alpha / sqrt(r) in place of lora_alpha / r
+    # gaussian: A as normal(0, 1 / r) in place of Kaiming's uniform
     init_lora_weights: Literal["gaussian"] | bool = True
-    from_adapter: FilePath | None = None  # an adapter's directory, ours or peft's, to go on from; null: afresh
-    rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
+    # directory of an adapter, ours or peft's, to go on from; its settings where none are set
+    from_adapter: FilePath | None = None
+    rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)  # name or regular expression -> r of its layers
+    # name or regular expression -> lora_alpha of its layers
     alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
 
     @property
@@ -129,7 +132,10 @@ class LoRASettings(AdapterSettings):
 
 @settings
 class DoRASettings(LoRASettings):
-    """LoRA of each matrix's direction; the norms of its rows are trained beside (Liu et al. 2024, arXiv:2402.09353)."""
+    """DoRA: LoRA of each matrix's direction, with the norms of its rows trained beside.
+
+    Liu et al. 2024, arXiv:2402.09353.
+    """
 
     is_dora: ClassVar[bool] = True
 
@@ -138,13 +144,16 @@ class DoRASettings(LoRASettings):
 
 @settings
 class QLoRASettings(LoRASettings):
-    """LoRA beside matrices in four bits, NF4 by bitsandbytes (Dettmers et al. 2023, arXiv:2305.14314)."""
+    """LoRA beside matrices in four bits (NF4, bitsandbytes): needs the extra qlora.
+
+    Dettmers et al. 2023, arXiv:2305.14314.
+    """
 
     in_four_bits: ClassVar[bool] = True
     needs: ClassVar[tuple[str, ...]] = ("qlora", "bitsandbytes")
 
     type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
-    double_quant: bool = True  # whether the scales of blocks are quantized too
+    double_quant: bool = True  # the scales of blocks are quantized too
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)

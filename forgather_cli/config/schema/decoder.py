@@ -94,34 +94,38 @@ class RopeScaling(Settings):
 
 @settings
 class DecoderSettings(WholeSettings):
-    """The own decoder: Llama, Mistral, Qwen2 and Qwen3 shapes."""
+    """The own decoder (Llama, Mistral, Qwen2 and Qwen3 shapes) with every setting."""
 
     maker: ClassVar[str] = "forgather_cli.models.build:decoder"
     head_gives_logits: ClassVar[bool] = True
     draws_on_device: ClassVar[bool] = True
 
     type: Literal["decoder"] = "decoder"
-    hidden_size: PositiveInt = 256
-    intermediate_size: PositiveInt | None = None  # null: 8/3 hidden_size, rounded up to a multiple of 32
-    num_hidden_layers: PositiveInt = 4
-    num_attention_heads: PositiveInt = 4
-    num_key_value_heads: PositiveInt | None = None  # null: num_attention_heads
-    head_dim: PositiveInt | None = None  # null: hidden_size / num_attention_heads
-    vocab_size: PositiveInt | None = None  # null: the tokenizer's
-    max_position_embeddings: PositiveInt | None = None  # null: data.seq_len
-    rms_norm_eps: PositiveFloat = 1e-5
-    rope_theta: PositiveFloat = 10000.0
+    hidden_size: PositiveInt = 256  # width of the residual stream
+    # width of the MLP; null: 8/3 hidden_size, rounded up to a multiple of 32
+    intermediate_size: PositiveInt | None = None
+    num_hidden_layers: PositiveInt = 4  # blocks
+    num_attention_heads: PositiveInt = 4  # query heads
+    # key and value heads (grouped-query attention); null: num_attention_heads
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None  # width of one head; null: hidden_size / num_attention_heads
+    vocab_size: PositiveInt | None = None  # rows of the embedding; null: the tokenizer's
+    max_position_embeddings: PositiveInt | None = None  # longest sequence in tokens; null: data.seq_len
+    rms_norm_eps: PositiveFloat = 1e-5  # added to the mean square
+    rope_theta: PositiveFloat = 10000.0  # base of the rotary frequencies
+    # {rope_type: default|linear|dynamic|yarn|llama3, factor: ..., ...}; null: none
     rope_scaling: RopeScaling | None = None
-    sliding_window: PositiveInt | None = None
-    attention_bias: bool = False  # q, k, v
-    attention_output_bias: bool | None = None  # o; null: as attention_bias
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tie_word_embeddings: bool = False
+    sliding_window: PositiveInt | None = None  # tokens a query sees back (Mistral); null: all
+    attention_bias: bool = False  # biases of q, k and v
+    attention_output_bias: bool | None = None  # bias of o; null: as attention_bias
+    mlp_bias: bool = False  # biases of gate, up and down
+    qk_norm: bool = False  # RMSNorm of queries and keys (Qwen3)
+    tie_word_embeddings: bool = False  # the head shares the embedding's weight
+    # probability, on attention weights; any dropout draws other units in another layout
     attention_dropout: Probability = 0.0
-    residual_dropout: Probability = 0.0
-    initializer_range: PositiveFloat = 0.02
-    zero_init_outputs: bool = False  # o, down and a head of its own
+    residual_dropout: Probability = 0.0  # probability, on each block's two outputs; likewise
+    initializer_range: PositiveFloat = 0.02  # standard deviation of the initial weights
+    zero_init_outputs: bool = False  # weights of o, down and an untied head begin at zero: blocks begin as identities
 
     @property
     def model_type(self) -> str:

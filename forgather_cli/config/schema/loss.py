@@ -44,37 +44,45 @@ class _KernelLoss(LossSettings):
 class _Smoothed(LossSettings):
     maker: ClassVar[str] = "forgather_cli.loss.losses:CrossEntropy"
 
-    z_loss: NonNegative = 0.0
-    label_smoothing: Probability = 0.0
+    z_loss: NonNegative = 0.0  # weight of the squared log-partition term
+    label_smoothing: Probability = 0.0  # probability mass spread over the vocabulary
 
 
 @settings
 class AutoLossSettings(_Smoothed):
-    """The fastest of the others on the device: decided when the run starts, and kept by it."""
+    """The one that suits the device: on a CPU cross_entropy, on a GPU what never holds the logits of all tokens in
+    fp32.
+
+    With torch_compile, an adapter or a class that is not ours cross_entropy; else liger where it is installed, or
+    linear_cross_entropy. Decided when the run starts, which says it, and kept by it.
+    """
 
     type: Literal["auto"] = "auto"
 
 
 @settings
 class CrossEntropySettings(_Smoothed):
+    """Cross-entropy of the next token on full logits."""
+
     type: Literal["cross_entropy"] = "cross_entropy"
 
 
 @settings
 class LinearCrossEntropySettings(_Smoothed):
-    """Head and loss together in chunks, without the tokens x vocabulary logits."""
+    """Head and cross-entropy together in chunks, without the tokens x vocabulary logits."""
 
     maker: ClassVar[str] = "forgather_cli.loss.losses:LinearCrossEntropy"
     applies_head: ClassVar[bool] = True
     takes_device: ClassVar[bool] = True
 
     type: Literal["linear_cross_entropy"] = "linear_cross_entropy"
-    chunk_size: PositiveInt | None = None  # tokens; null: by the memory of the GPU, 256 on a CPU
+    # tokens whose logits exist at a time; null: by the memory of the GPU, 256 on a CPU
+    chunk_size: PositiveInt | None = None
 
 
 @settings
 class LigerSettings(_KernelLoss, _Smoothed):
-    """Head and loss together in the kernels of liger-kernel."""
+    """Head and cross-entropy in Liger's kernels; needs a CUDA GPU, and pip install 'forgather[kernels]'."""
 
     maker: ClassVar[str] = "forgather_cli.loss.kernels:Liger"
     takes_device: ClassVar[bool] = True
@@ -90,7 +98,10 @@ class LigerSettings(_KernelLoss, _Smoothed):
 
 @settings
 class CutCrossEntropySettings(_KernelLoss):
-    """Head and loss together in the kernels of cut-cross-entropy, which know neither z_loss nor label_smoothing."""
+    """Head and cross-entropy in Cut Cross-Entropy's kernels, without logits; needs pip install 'forgather[kernels]'.
+
+    With CUDA it needs precision=bf16 or fp16; elsewhere torch compiles it, with logits.
+    """
 
     maker: ClassVar[str] = "forgather_cli.loss.kernels:CutCrossEntropy"
     needs: ClassVar[tuple[str, ...]] = ("kernels", "cut-cross-entropy", *_TRITON)

@@ -23,7 +23,7 @@ _RESIZED = only_if(".resize_vocabulary", True)
 
 @settings
 class PretrainedSettings(WholeSettings):
-    """A Hugging Face directory of the decoder's families."""
+    """A Hugging Face model of the Llama, Mistral, Qwen2 or Qwen3 family (config.json and safetensors)."""
 
     maker: ClassVar[str] = "forgather_cli.models.build:pretrained"
     weights: ClassVar[str] = "forgather_cli.models.build:PretrainedWeights"
@@ -32,10 +32,10 @@ class PretrainedSettings(WholeSettings):
     head_gives_logits: ClassVar[bool] = True
 
     type: Literal["pretrained"] = "pretrained"
-    path: FilePath
-    replace_tokenizer: bool = False  # whether data.tokenizer may be bytes or bpe though the directory has its own
-    resize_vocabulary: bool = False
-    # rows; null: as many as the tokenizer has tokens
+    path: FilePath  # its directory, a checkpoint, or OWNER/NAME on the Hugging Face hub
+    replace_tokenizer: bool = False
+    resize_vocabulary: bool = False  # true: add rows for tokens that the tokenizer has and the model lacks
+    # rows: the resized vocabulary is rounded up to a multiple of this; null: it is not
     pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = None
 
     def num_parameters(self, vocab_size: int) -> int:
@@ -44,20 +44,24 @@ class PretrainedSettings(WholeSettings):
 
 @settings
 class TransformersSettings(WholeSettings):
-    """Any causal language model of the transformers library: from a directory, or fresh from a config."""
+    """Any causal language model of the transformers library, from a directory, the hub, or fresh.
+
+    Under trainer=pipeline decoders like Llama.
+    """
 
     maker: ClassVar[str] = "forgather_cli.models.hf.build:build_causal_lm"
     weights: ClassVar[str] = "forgather_cli.models.hf.weights:CausalLMWeights"
     directory_setting: ClassVar[str] = "path"
 
     type: Literal["transformers"] = "transformers"
+    # directory with config.json, checkpoint, or OWNER/NAME on the hub; null: fresh weights
     path: FilePath | None = None
-    # a mapping, or the path of a config.json or of a directory with one
+    # {model_type: gpt2, n_layer: 2, ...}, or a config.json; beside path: changes to its own
     config: dict[str, Any] | FilePath | None = None
-    attn_implementation: str | None = None  # null: transformers' choice
-    trust_remote_code: bool = False
-    replace_tokenizer: Annotated[bool, _OF_DIRECTORY] = False  # as of PretrainedSettings
-    # fresh weights have the tokenizer's size
+    # eager, sdpa, flash_attention_2, ...; null: what transformers takes for the class
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False  # always false: code that lies in a model directory is never run
+    replace_tokenizer: Annotated[bool, _OF_DIRECTORY] = False
     resize_vocabulary: Annotated[bool, _OF_DIRECTORY] = False
     pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = None
 

@@ -32,9 +32,11 @@ class GroupSettings:
     groups come before the shipped one, ``no_decay``."""
 
     regex: str
-    vectors: bool = False  # parameters of one dimension too, whatever their names; a saved run without it goes on so
-    settings: dict[str, Any] = field(default_factory=dict)  # param-group settings: lr, weight_decay, betas, ...
-    optimizer: OptimizerOption | None = None  # an optimizer of its own; null: the main one
+    # where a saved run has none it goes on without
+    vectors: bool = False  # true: and parameters of one dimension, whatever their names
+    # lr, lr_scale (times learning_rate), weight_decay, betas, ...
+    settings: dict[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerOption | None = None  # null: the main one
 
     def problems_in(self, name: str, main: OptimizerSettings) -> Iterator[str]:
         """As the group ``name`` of the optimizer ``main``."""
@@ -101,6 +103,7 @@ class OptimizerSettings(Option):
     """It keeps a counter, of four bytes, for each parameter too."""
 
     type: str = ""
+    # name: {regex: of parameter names, settings, optimizer}; first match wins, yours first
     groups: dict[str, GroupSettings] = field(default_factory=_no_decay)
 
     def state_numbers(self, shape: Sequence[int]) -> int:
@@ -133,13 +136,15 @@ Betas = tuple[Probability, Probability]
 
 @settings
 class AdamWSettings(OptimizerSettings):
+    """AdamW, fused where PyTorch has it."""
+
     maker: ClassVar[str] = "torch.optim:AdamW"
     moments: ClassVar[int] = 2
     counts_steps: ClassVar[bool] = True
 
     type: Literal["adamw"] = "adamw"
-    betas: Betas = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
+    betas: Betas = (0.9, 0.95)  # decay of the first and second moment per step
+    eps: PositiveFloat = 1e-8  # added to the root of the second moment
     fused: bool | None = None  # null: where it exists
 
 
@@ -150,13 +155,15 @@ then does not normalise any more (``torch/optim/_adafactor.py: eps1 = torch.finf
 
 @settings
 class AdafactorSettings(OptimizerSettings):
+    """Adafactor: factored second moments, next to no optimizer memory."""
+
     maker: ClassVar[str] = "torch.optim:Adafactor"
     counts_steps: ClassVar[bool] = True
     trains_shards: ClassVar[bool] = False  # its row and column means would have to be summed; torch 2.13 raises
 
     type: Literal["adafactor"] = "adafactor"
-    beta2_decay: float = -0.8
-    clipping_threshold: PositiveFloat = 1.0
+    beta2_decay: float = -0.8  # exponent of the second moment's decay
+    clipping_threshold: PositiveFloat = 1.0  # root mean square an update is clipped to
 
     def arguments(self) -> dict[str, Any]:
         return {"beta2_decay": self.beta2_decay, "d": self.clipping_threshold, "eps": _ADAFACTOR_EPS}
@@ -171,7 +178,7 @@ _NOT_HIDDEN = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|(lm_)?head|score|classifie
 
 @settings
 class MuonSettings(OptimizerSettings):
-    """Muon for the hidden matrices, AdamW for the rest (embeddings, head, norms, biases)."""
+    """Muon for the hidden matrices, AdamW for embeddings, head, norms and biases."""
 
     maker: ClassVar[str] = "forgather_cli.optim.muon:Muon"
     needs_rows: ClassVar[bool] = True
@@ -179,15 +186,16 @@ class MuonSettings(OptimizerSettings):
     moments: ClassVar[int] = 1  # of the matrices
 
     type: Literal["muon"] = "muon"
-    momentum: Probability = 0.95
-    momentum_warmup_steps: Count = 200
-    nesterov: bool = True
-    cautious_weight_decay: bool = False
-    ns_steps: PositiveInt = 5
+    momentum: Probability = 0.95  # of Muon, per step
+    momentum_warmup_steps: Count = 200  # of Muon: steps in which the momentum rises from 0.85
+    nesterov: bool = True  # of Muon
+    cautious_weight_decay: bool = False  # of Muon: decay only weights that the step moves towards zero
+    ns_steps: PositiveInt = 5  # Newton-Schulz iterations
+    # match_rms_adamw (AdamW's learning rates fit), original
     adjust_lr: Literal["original", "match_rms_adamw"] = "match_rms_adamw"
-    betas: Betas = (0.9, 0.95)  # of AdamW
-    eps: PositiveFloat = 1e-8  # of AdamW
-    fused: bool | None = None  # of AdamW
+    betas: Betas = (0.9, 0.95)  # of AdamW: decay of the first and second moment per step
+    eps: PositiveFloat = 1e-8  # of AdamW: added to the root of the second moment
+    fused: bool | None = None  # of AdamW; null: where it exists
     groups: dict[str, GroupSettings] = field(default_factory=_muon_groups)
 
     def arguments(self) -> dict[str, Any]:
@@ -207,11 +215,13 @@ class MuonSettings(OptimizerSettings):
 
 @settings
 class SGDSettings(OptimizerSettings):
+    """Stochastic gradient descent with optional momentum."""
+
     maker: ClassVar[str] = "torch.optim:SGD"
 
     type: Literal["sgd"] = "sgd"
-    momentum: Probability = 0.0
-    nesterov: bool = False
+    momentum: Probability = 0.0  # per step
+    nesterov: bool = False  # needs momentum
 
     def state_numbers(self, shape: Sequence[int]) -> int:
         return math.prod(shape) if self.momentum else 0

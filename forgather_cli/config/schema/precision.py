@@ -63,7 +63,11 @@ class PrecisionSettings(Option):
 
 @settings
 class AutoSettings(PrecisionSettings):
-    """bf16 where the device multiplies fast in it, else fp32: decided when the run starts, and kept by it."""
+    """bf16 where the device multiplies fast in it (CUDA from sm80, CPUs with AVX512-BF16 or AMX), else fp32.
+
+    See precision=bf16. Also fp32 on an Intel whose AMX a virtual machine hides: there bf16 is the slower one.
+    Decided when the run starts, which says it, and kept by it: config.yaml has the answer, also for a resume elsewhere.
+    """
 
     is_open: ClassVar[bool] = True
 
@@ -72,6 +76,8 @@ class AutoSettings(PrecisionSettings):
 
 @settings
 class FP32Settings(PrecisionSettings):
+    """32-bit floats throughout."""
+
     type: Literal["fp32"] = "fp32"
 
 
@@ -82,7 +88,8 @@ class BF16Settings(PrecisionSettings):
     autocast: ClassVar[_Half | None] = "bf16"
 
     type: Literal["bf16"] = "bf16"
-    stream: Literal["bf16", "fp32"] | None = None  # null: fp32, and what is gathered where weights are sharded
+    # residual stream: bf16, fp32; null: fp32 under single, ddp and pipeline, bf16 under fsdp2
+    stream: Literal["bf16", "fp32"] | None = None
 
     @property
     def rounds_stream(self) -> bool:
@@ -99,9 +106,10 @@ class BF16Settings(PrecisionSettings):
 
 @settings
 class BF16TrueSettings(PrecisionSettings):
-    """Parameters, gradients and moments in bf16; norms of gradients and the loss are summed in fp32.
+    """Parameters, gradients and moments in bf16: half the memory; small updates are lost to rounding.
 
-    An update or a change of a moment below 1/512 of the number is lost to rounding.
+    A weight changes only by more than 1/512 of itself, and a moment likewise: prefer a learning rate above 1e-4 and
+    betas up to 0.99. Values are drawn or read in fp32 and rounded once; gradient norms and the loss are summed in fp32.
     """
 
     parameters: ClassVar[_Half | None] = "bf16"
@@ -111,14 +119,17 @@ class BF16TrueSettings(PrecisionSettings):
 
 @settings
 class FP16Settings(PrecisionSettings):
-    """fp16 autocast with loss scaling; parameters and moments stay fp32. Steps that overflow are skipped."""
+    """fp16 autocast with loss scaling; parameters and moments stay fp32 (single, ddp, fsdp2); for GPUs without bf16.
+
+    A step whose gradients overflow is skipped: it counts (skipped_steps in the logs), but weights and schedule stay.
+    """
 
     autocast: ClassVar[_Half | None] = "fp16"
     scales_loss: ClassVar[bool] = True
 
     type: Literal["fp16"] = "fp16"
     init_scale: PositiveFloat = 65536.0  # first factor of the loss; halved by each step that overflows
-    growth_interval: PositiveInt = 2000  # steps without overflow after which the factor doubles
+    growth_interval: PositiveInt = 2000  # steps in a row without overflow after which the factor doubles
 
     def problems(self, config: Any) -> Iterator[str]:
         if config.fuse_optim_with_backward:
@@ -134,7 +145,8 @@ class _Converting(PrecisionSettings):
 
     needs: ClassVar[tuple[str, ...]] = ("quantize", "torchao")
 
-    exclude: list[str] = field(default_factory=lambda: ["lm_head"])  # regular expressions of layers left as they are
+    # regular expressions of layers that are left as they are
+    exclude: list[str] = field(default_factory=lambda: ["lm_head"])
 
     def problems(self, config: Any) -> Iterator[str]:
         excludes_head = False
@@ -153,15 +165,18 @@ class _Converting(PrecisionSettings):
 
 @settings
 class FP8Settings(_Converting):
-    """Linear layers multiply in float8 (torchao), the rest as under bf16; parameters stay fp32."""
+    """Linear layers multiply in float8 (torchao, pip install 'forgather[quantize]'), the rest as under bf16."""
 
     maker: ClassVar[str] = "forgather_cli.quantized.convert:to_float8"
     autocast: ClassVar[_Half | None] = "bf16"
 
     type: Literal["fp8"] = "fp8"
+    # one scale per: tensorwise (tensor), rowwise, rowwise_with_gw_hp (row; weight gradients bf16)
     fp8_recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    fp8_dim_alignment: Annotated[PositiveInt, MultipleOf(16)] = 16  # of float8 kernels
-    emulate: bool | None = None  # null: where the device has no float8
+    # layers with a size that is no multiple of it are left as they are; itself a multiple of 16
+    fp8_dim_alignment: Annotated[PositiveInt, MultipleOf(16)] = 16
+    # true: compute in bf16 what float8 would give, on any device; null: where there is no float8
+    emulate: bool | None = None
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
@@ -171,15 +186,16 @@ class FP8Settings(_Converting):
 
 @settings
 class QATSettings(_Converting):
-    """Quantization-aware training: weights (and activations) are rounded in the forward as the recipe will."""
+    """Quantization-aware training (torchao): the forward rounds as the recipe of finalize --quantize will."""
 
     maker: ClassVar[str] = "forgather_cli.quantized.convert:to_rounded"
 
     type: Literal["qat"] = "qat"
     qat_recipe: Literal[
         "int8-weight-only", "int8-dynamic-act-int4-weight", "int4-weight-only", "int8-dynamic-act-int8-weight"
-    ] = "int8-dynamic-act-int4-weight"
-    group_size: Annotated[PositiveInt | None, only_if(".qat_recipe", *GROUP_SIZES)] = None  # null: GROUP_SIZES
+    ] = "int8-dynamic-act-int4-weight"  # or int8-weight-only, int4-weight-only, int8-dynamic-act-int8-weight
+    # weights of a row that share a scale, of the two int4 recipes; null: 32 and 128
+    group_size: Annotated[PositiveInt | None, only_if(".qat_recipe", *GROUP_SIZES)] = None
 
     @property
     def trained_for(self) -> tuple[QuantizeRecipe, dict[str, Any]] | None:

@@ -44,7 +44,8 @@ class SchedulerSettings(Option):
     warms_up: ClassVar[bool] = False
     """The factor has the warmup in it, from step 0 on."""
 
-    warmup_steps: Annotated[NonNegative, OnlyIf(_never_warm)] = 0  # optimizer steps; below 1: a fraction of all steps
+    # optimizer steps of linear warmup; below 1: a fraction of all steps
+    warmup_steps: Annotated[NonNegative, OnlyIf(_never_warm)] = 0
 
     @property
     def label(self) -> str:
@@ -66,14 +67,18 @@ _ANNEALS = only_where(
 
 @settings
 class CosineSettings(SchedulerSettings):
+    """Linear warmup, then half a cosine down to min_lr_ratio."""
+
     maker: ClassVar[str] = "forgather_cli.optim.schedules:cosine"
 
     type: Literal["cosine"] = "cosine"
-    min_lr_ratio: Fraction = 0.1
+    min_lr_ratio: Fraction = 0.1  # final learning rate as a fraction of learning_rate
 
 
 @settings
 class LinearSettings(SchedulerSettings):
+    """Linear warmup, then a line down to min_lr_ratio."""
+
     maker: ClassVar[str] = "forgather_cli.optim.schedules:linear"
 
     type: Literal["linear"] = "linear"
@@ -82,6 +87,8 @@ class LinearSettings(SchedulerSettings):
 
 @settings
 class ConstantSettings(SchedulerSettings):
+    """Linear warmup, then constant."""
+
     maker: ClassVar[str] = "forgather_cli.optim.schedules:constant"
 
     type: Literal["constant"] = "constant"
@@ -89,49 +96,52 @@ class ConstantSettings(SchedulerSettings):
 
 @settings
 class WSDSettings(SchedulerSettings):
-    """Warmup, stable, decay."""
+    """Linear warmup, stable, then a decay at the end."""
 
     maker: ClassVar[str] = "forgather_cli.optim.schedules:wsd"
 
     type: Literal["wsd"] = "wsd"
-    decay_steps: NonNegative = 0.2  # optimizer steps; below 1: a fraction of all steps
-    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    decay_steps: NonNegative = 0.2  # optimizer steps of the final decay; below 1: a fraction of all steps
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"  # linear, cosine, sqrt
     min_lr_ratio: Fraction = 0.0
 
 
 @settings
 class InverseSqrtSettings(SchedulerSettings):
+    """Linear warmup, then the inverse square root of the step; needs no length."""
+
     maker: ClassVar[str] = "forgather_cli.optim.schedules:inverse_sqrt"
 
     type: Literal["inverse_sqrt"] = "inverse_sqrt"
-    timescale: PositiveInt | None = None  # steps; null: warmup_steps, at least 1
+    timescale: PositiveInt | None = None  # steps after which the decay sets in; null: warmup_steps, at least 1
 
 
 @settings
 class InfiniteSettings(SchedulerSettings):
-    """Warmup, cosine cooldown to a constant, then an anneal when asked for."""
+    """Linear warmup, cosine cooldown to a constant, and an anneal when asked for: training of open length."""
 
     maker: ClassVar[str] = "forgather_cli.optim.schedules:infinite"
 
     type: Literal["infinite"] = "infinite"
-    cooldown_steps: Count = 1000
-    constant_lr_ratio: Fraction = 0.3
-    anneal_start_step: Count | None = None  # null: never
-    anneal_steps: Annotated[PositiveInt, _ANNEALS] = 1000
+    cooldown_steps: Count = 1000  # optimizer steps from the peak down to the constant
+    constant_lr_ratio: Fraction = 0.3  # the constant as a fraction of learning_rate
+    anneal_start_step: Count | None = None  # optimizer step at which the final anneal begins; null: never
+    anneal_steps: Annotated[PositiveInt, _ANNEALS] = 1000  # optimizer steps of the final anneal
     min_lr_ratio: Annotated[Fraction, _ANNEALS] = 0.0
 
 
 @settings
 class TransformersScheduleSettings(SchedulerSettings):
-    """A schedule of transformers' ``get_scheduler``, warmup from 0 included: what TrainingArguments select."""
+    """A schedule of transformers by its name, with that library's values: warmup from 0, polynomial, restarts."""
 
     maker: ClassVar[str] = "forgather_cli.optim.transformers_schedules:factor"
     warms_up: ClassVar[bool] = True
 
     type: Literal["transformers"] = "transformers"
-    name: str = "linear"
-    kwargs: dict[str, Any] = field(default_factory=dict)  # lr_scheduler_kwargs
-    reference_lr: NonNegative = 1.0  # what min_lr and lr_end are shares of
+    name: str = "linear"  # linear, cosine, cosine_with_restarts, polynomial, constant_with_warmup, inverse_sqrt, ...
+    kwargs: dict[str, Any] = field(default_factory=dict)  # its arguments, as lr_scheduler_kwargs of TrainingArguments
+    # learning rate that min_lr and lr_end among them are shares of
+    reference_lr: NonNegative = field(default=1.0, metadata={"file": "${learning_rate}"})
 
     @property
     def label(self) -> str:

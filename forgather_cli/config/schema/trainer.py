@@ -119,10 +119,12 @@ _AVERAGES = only_if(".enabled", True, remedy="set post_local_sgd.enabled=true")
 
 @settings
 class PostLocalSGD(Settings):
-    enabled: bool = False
-    start_step: Annotated[Count, _AVERAGES] = 500
-    period: Annotated[PositiveInt, _AVERAGES] = 4
+    enabled: bool = False  # each rank trains alone between two averages
+    start_step: Annotated[Count, _AVERAGES] = 500  # steps with ordinary all-reduce first
+    period: Annotated[PositiveInt, _AVERAGES] = 4  # steps between two averages of the weights
+    # after start_step the ranks of one host go on averaging gradients
     post_local_gradient_allreduce: Annotated[bool, _AVERAGES] = False
+    # so many neighbouring ranks do; null: those of one host, or none (the line above)
     subgroup: Annotated[PositiveInt | None, _AVERAGES] = None
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -156,13 +158,15 @@ class DDPSettings(TrainerSettings):
     trains_quantized: ClassVar[bool] = True
 
     type: Literal["ddp"] = "ddp"
-    broadcast_buffers: bool = True
-    init_sync: bool = True
-    bucket_cap_mb: PositiveInt | None = None
-    find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = True
-    static_graph: bool = False
+    broadcast_buffers: bool = True  # send rank 0's buffers before each forward, if the model's state has any
+    init_sync: bool = True  # send rank 0's parameters at the start
+    bucket_cap_mb: PositiveInt | None = None  # MiB of gradients per all-reduce; null: PyTorch's 25
+    find_unused_parameters: bool = False  # for models that leave parameters without a gradient in some steps
+    gradient_as_bucket_view: bool = True  # gradients live in the buckets: saves one copy of them
+    static_graph: bool = False  # the same graph in every step
+    # do not send what no rank ever uses; needs find_unused_parameters
     skip_all_reduce_unused_params: Annotated[bool, only_if(".find_unused_parameters", True)] = False
+    # none, bf16_compress, fp16_compress, powersgd; not together with post_local_sgd
     comm_hook: Literal["none", "bf16_compress", "fp16_compress", "powersgd"] = "none"
     post_local_sgd: PostLocalSGD = field(default_factory=PostLocalSGD)
 
@@ -199,14 +203,20 @@ class PipelineSettings(TrainerSettings):
     takes_built_model: ClassVar[bool] = False
 
     type: Literal["pipeline"] = "pipeline"
-    n_microbatches: PositiveInt = 4
+    n_microbatches: PositiveInt = 4  # parts the batch is cut into on its way through the stages, per schedule step
+    # 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV; or a class of yours by
+    # _target_
     schedule: Schedule | Annotated[Target, by_type] = "1F1B"
-    stages_per_rank: PositiveInt | None = None  # null: from the schedule
-    split: Literal["auto"] | list[PositiveInt] = "auto"
+    # null: what the schedule needs (1, or 2 for the interleaved and V schedules)
+    stages_per_rank: PositiveInt | None = None
+    split: Literal["auto"] | list[PositiveInt] = "auto"  # auto, or a list of layers per stage
+    # how many layers the embedding counts as, for split=auto
     input_weight: Annotated[NonNegative, only_if(".split", "auto")] = 1.0
+    # how many layers the head counts as, for split=auto
     output_weight: Annotated[NonNegative, only_if(".split", "auto")] = 1.0
-    model_splitter: Annotated[Target, by_type] | None = None  # null: the model's cut
-    shard: PositiveInt = 1
+    # a function of yours by _target_ that makes the stages; null: the model's cut(), or ours for transformers' decoders
+    model_splitter: Annotated[Target, by_type] | None = None
+    shard: PositiveInt = 1  # ranks over which FSDP2 shards each stage, with their own data; no zero-bubble schedules
 
     @property
     def shards_parameters(self) -> bool:
@@ -344,12 +354,16 @@ class FSDP2Settings(TrainerSettings):
     trains_given_parameters: ClassVar[bool] = False
 
     type: Literal["fsdp2"] = "fsdp2"
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # null: from precision
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # null: from precision
-    replicate: PositiveInt = 1
-    block_classes: list[str] | None = None  # null: the model's repeated blocks
+    reshard_after_forward: bool = True  # free the gathered weights after the forward: less memory, one more gather
+    cpu_offload: bool = False  # keep the shards in host memory
+    # fp32, bf16, fp16 of the gathered weights; null: from precision
+    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    # fp32, bf16, fp16 of the gradient reduction; null: from precision
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    replicate: PositiveInt = 1  # copies of the sharded model (HSDP); must divide the number of ranks
+    # class names of the modules that are gathered one at a time; null: the repeated blocks
+    block_classes: list[str] | None = None
+    # file of Accelerate (FSDP2, DeepSpeed) or DeepSpeed's JSON; the command line outranks it
     accelerate_config: FilePath | None = None
 
     @property
