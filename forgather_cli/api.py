@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forgather_cli.inference.generation import Generator
-    from forgather_cli.trainer import Trainer
+    from forgather_cli.trainer.script import Trainer
 
 
 def compose(*words: str, config_dir: Path | str | None = None, **settings: Any) -> Trainer:

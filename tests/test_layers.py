@@ -260,10 +260,7 @@ def test_what_answers_without_tensors_imports_no_torch() -> None:
 FOLDERS = sorted(".".join(file.parent.relative_to(PACKAGE).parts) for file in PACKAGE.rglob("__init__.py"))
 
 
-NOT_YET = {"trainer": pytest.mark.xfail(strict=True, reason="it has its classes as names of its own")}
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=NOT_YET.get(name, ())) for name in FOLDERS])
+@pytest.mark.parametrize("name", FOLDERS)
 def test_a_folder_with_options_imports_no_torch(name: str) -> None:
     """Any may have a ``settings.py``, which commands import, and with it the folder's ``__init__``."""
     assert_light(name)

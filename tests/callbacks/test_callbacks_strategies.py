@@ -113,7 +113,10 @@ ROWS = {
     "early_stopping": Row(lambda run: run.told[0]["events"][-1] == ("on_train_end", 12)),
     "profiler": Row(lambda run: {f"rank-{len(run.told) - 1}-steps-{n}.txt" for n in ("3-4", "11-12")} <= profiles(run)),
 }
-FULL += [word for row in ROWS.values() for word in row.words]
+
+
+def everything() -> list[str]:
+    return [*FULL, *(word for row in ROWS.values() for word in row.words)]
 
 
 def on_a_rank(config: Config, path: Path, home: Path, name: str) -> Any:
@@ -140,7 +143,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 
     @functools.cache
     def of(strategy: str) -> Run:
-        return train(strategy, tmp_path_factory.mktemp(strategy) / "run", "seen", *FULL, callbacks="full")
+        return train(strategy, tmp_path_factory.mktemp(strategy) / "run", "seen", *everything(), callbacks="full")
 
     return of
 
@@ -151,7 +154,7 @@ def resumed(full: Callable[[str], Run]) -> Callable[[str], Run]:
 
     @functools.cache
     def of(strategy: str) -> Run:
-        words = [*FULL, *MORE, "resume_from_checkpoint=true"]
+        words = [*everything(), *MORE, "resume_from_checkpoint=true"]
         return train(strategy, full(strategy).path, "seen", *words, callbacks="full")
 
     return of

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.callbacks.parameter_norms import SpectralNorms
@@ -36,7 +37,6 @@ from forgather_cli.optim.build import build_optimizer
 from forgather_cli.run_dir import RunDir
 from forgather_cli.shards import box_of, local, needs_exchange
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
-from forgather_cli.trainer import Trainer, TrainingArguments
 
 PLAN = {
     **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},
