@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # for type checkers, which take a star and an alias of the sa
     from forgather_cli.callbacks.base import TrainerState as TrainerState
     from forgather_cli.checkpoint.components import Sharing as Sharing
     from forgather_cli.config.schema import *
-    from forgather_cli.trainer import Trainer as Trainer
-    from forgather_cli.trainer import TrainingArguments as TrainingArguments
-    from forgather_cli.trainer import TrainOutput as TrainOutput
+    from forgather_cli.trainer.arguments import TrainingArguments as TrainingArguments
     from forgather_cli.trainer.own_components import StateComponent as StateComponent
+    from forgather_cli.trainer.script import Trainer as Trainer
+    from forgather_cli.trainer.trainer import TrainOutput as TrainOutput
 
 __version__ = "0.3.0.dev0"
 
@@ -30,12 +30,12 @@ _HOMES = {
     "Run": "forgather_cli.api",
     "Sharing": "forgather_cli.checkpoint.components",
     "StateComponent": "forgather_cli.trainer.own_components",
-    "TrainOutput": "forgather_cli.trainer",
-    "Trainer": "forgather_cli.trainer",
+    "TrainOutput": "forgather_cli.trainer.trainer",
+    "Trainer": "forgather_cli.trainer.script",
     "TrainerCallback": "forgather_cli.callbacks.base",
     "TrainerControl": "forgather_cli.callbacks.base",
     "TrainerState": "forgather_cli.callbacks.base",
-    "TrainingArguments": "forgather_cli.trainer",
+    "TrainingArguments": "forgather_cli.trainer.arguments",
     "compose": "forgather_cli.api",
 }
 """Name -> module; the others are classes of settings."""

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.checkpoint.retention import CheckpointInfo, list_checkpoints
-from forgather_cli.config.schema import SingleSettings, Target
 from forgather_cli.errors import ConfigError, PartError, SetupError
 from forgather_cli.launch.exit_status import ExitRecord, read_exit_record
 from forgather_cli.run_dir import RunDir, name_file
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from forgather_cli.inference.generation import Generator
-    from forgather_cli.trainer import Trainer
+    from forgather_cli.trainer.script import Trainer
 
 
 def compose(*words: str, config_dir: Path | str | None = None, **settings: Any) -> Trainer:
@@ -60,10 +59,11 @@ def compose(*words: str, config_dir: Path | str | None = None, **settings: Any) 
     loaded = load(words, None if config_dir is None else Path(config_dir), trust_config=True)
     config = loaded.config
     check_surroundings(config)
-    if not isinstance(config.trainer, SingleSettings | Target):
+    if config.trainer.is_one_process is False:
+        kind = loaded.tree["trainer"]["type"]
         raise ConfigError(
-            f"trainer: compose trains in this process on one device, got {config.trainer.type}; leave it out, or run "
-            f"forgather train trainer={config.trainer.type}"
+            f"trainer: compose trains in this process on one device, got {kind}; leave it out, or run forgather train "
+            f"trainer={kind}"
         )
     layout = plan_layout(config, loaded.given, joined())
     if layout.world > 1:

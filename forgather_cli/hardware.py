@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.config.schema import AutoSettings, BF16Settings, FP32Settings, PrecisionOption
+from forgather_cli.config.schema import BF16Settings, FP32Settings, PrecisionOption
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,7 @@ def has_float8(device: torch.device) -> bool:
 
 def without_auto(option: PrecisionOption, device: str) -> tuple[PrecisionOption, str]:
     """``option``, or in the place of ``auto`` bf16 where ``device`` multiplies fast in it and else fp32; and why."""
-    if not isinstance(option, AutoSettings):
+    if not option.is_open:
         return option, ""
     fast, why = bf16_on(device)
     return BF16Settings() if fast else FP32Settings(), why

@@ -58,11 +58,10 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
 
 def _named_directory(config: Config) -> tuple[str, Path] | None:
     """The setting of ``model`` that names a directory here with its weights, and the directory; None without one."""
-    for name in () if isinstance(config.model, Target) else ("path", "init_from"):
-        path = getattr(config.model, name, None)
-        if path is not None and not (name == "path" and is_hub_name(path)):
-            return name, Path(path).expanduser()
-    return None
+    if isinstance(config.model, Target) or (path := config.model.directory) is None:
+        return None
+    name = config.model.directory_setting
+    return None if name == "path" and is_hub_name(path) else (name, Path(path).expanduser())
 
 
 def check_model(config: Config) -> None:

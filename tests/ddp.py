@@ -13,7 +13,8 @@ from whole_batch import CPU, Slices, cut, global_batch, targets, whole
 
 from forgather_cli.config.schema import DDPSettings
 from forgather_cli.distributed import clip_grad_norm, world
-from forgather_cli.loss import CrossEntropy, Loss
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.losses import CrossEntropy
 from forgather_cli.strategies.base import ModelSpec
 from forgather_cli.strategies.ddp import DataParallel
 from forgather_cli.trainer.outer import outer_loop

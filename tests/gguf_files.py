@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -126,7 +127,8 @@ def made(directory: Path, stop: list[str], **shape: Any) -> Made:
         del tensors["lm_head.weight"]
     write_model_directory(directory, tensors)
     ids = [tokenizer.encode(token)[0] for token in stop]
-    write_config(directory, model.settings, eos_token_id=ids[0], bos_token_id=tokenizer.bos_token_id)
+    special = SimpleNamespace(eos_token_id=ids[0], bos_token_id=tokenizer.bos_token_id)
+    write_config(directory, model.settings, special)
     return Made(directory, tokenizer, ids, contents_of(directory, tokenizer, ids, {"general.name": "made"}))
 
 

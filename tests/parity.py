@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import crash_draw
 import tiny
 import torch
 from ranks import run_ranks
@@ -71,7 +72,27 @@ LAYOUTS: dict[str, Layout] = {
     **{f"{schedule} 2x2": _pipeline(4, schedule, shard=2) for schedule in SHARDED},
 }
 
-_BASE = (
+
+def trainer_of(layout: Layout) -> str:
+    """Its option of the group ``trainer``."""
+    return layout.overrides[0].removeprefix("trainer=")
+
+
+LAYOUTS |= {
+    row.name: Layout(row.ranks, (f"trainer={row.trainer}", *row.settings), data_ranks=row.readers)
+    for row in crash_draw.LAYOUTS
+    if row.trainer not in set(map(trainer_of, LAYOUTS.values()))
+}
+
+
+def with_others(*names: str) -> tuple[str, ...]:
+    """``names``, and a layout of each option that none of them has."""
+    known = {trainer_of(LAYOUTS[name]) for name in names}
+    others = {trainer_of(layout): name for name, layout in LAYOUTS.items() if trainer_of(layout) not in known}
+    return (*names, *others.values())
+
+
+BASE = (
     "model=nano", "precision=fp32", "model.hidden_size=32", "model.intermediate_size=64", "model.num_key_value_heads=1",
     f"data.seq_len={SEQ_LEN}", "callbacks=minimal", "callbacks.progress=null", "callbacks.json=null",
     "callbacks.metrics=null", "+callbacks.probe._target_=parity.Probe", "max_steps=20", "warmup_steps=3",
@@ -178,7 +199,7 @@ def checkpoint_tensors(run: RunDir, step: int | None = None) -> dict[str, Tensor
 
 
 def train(
-    layout: Layout, settings: Sequence[str], path: Path, *, resume: bool = False, base: tuple[str, ...] = _BASE
+    layout: Layout, settings: Sequence[str], path: Path, *, resume: bool = False, base: tuple[str, ...] = BASE
 ) -> Result:
     """Train under ``layout`` with overrides of ``base``, on the ranks of the pool, or in this process for one rank.
 
@@ -191,7 +212,7 @@ def train(
 
 
 @functools.cache
-def composed_of(overrides: tuple[str, ...], base: tuple[str, ...] = _BASE) -> Config:
+def composed_of(overrides: tuple[str, ...], base: tuple[str, ...] = BASE) -> Config:
     return load_config(None, [*base, *overrides]).config
 
 
@@ -231,10 +252,12 @@ def assembled(shares: list[dict[str, tuple[int, Tensor]]]) -> dict[str, Tensor]:
     return {name: torch.cat(rows) if len(rows) > 1 else rows[0] for name, rows in joined}
 
 
-def go_on(layout: Layout, settings: Sequence[str], checkpoint: Path, path: Path) -> Result:
+def go_on(
+    layout: Layout, settings: Sequence[str], checkpoint: Path, path: Path, *, base: tuple[str, ...] = BASE
+) -> Result:
     """Go on from another run's checkpoint in a run directory of its own."""
     shutil.copytree(checkpoint, RunDir(path).checkpoints / checkpoint.name)
-    return train(layout, settings, path, resume=True)
+    return train(layout, settings, path, resume=True, base=base)
 
 
 @functools.cache

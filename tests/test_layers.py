@@ -55,7 +55,7 @@ ALLOWED = {
     "runs": {"callbacks.columns", "launch.exit_status", "launch.processes"},
     "inference": {
         "adapters.directory", "adapters.load", "checkpoint", "config.decode", "data", "distributed",
-        "finalize.quantize", "loss", "models", "strategies.base",
+        "finalize.quantize", "loss", "models", "precision", "strategies.base",
         "strategies.build", "trainer",
     },
     "trainer": {
@@ -64,7 +64,7 @@ ALLOWED = {
         "data.chat.ends", "loss", "optim", "models.attention", "models.parts", "models.transform", "models.pretrained",
         "config.batch",
         "config.accelerate_file", "config.rules", "config.decode", "config.schedule",
-        "precision", "quantized.convert", "targets",
+        "precision", "targets",
         "callbacks.build", "callbacks.norms", "callbacks.textgen", "launch.exit_status", "launch.run_lock",
         "launch.signals",
     },
@@ -254,9 +254,22 @@ def test_what_answers_without_tensors_imports_no_torch() -> None:
     """Directly, or through a module of ours that it imports at module level."""
     for name in MODULES:
         if (layer(name) in NO_TORCH_AT_MODULE_LEVEL or name in COMMANDS) and name not in MAY_IMPORT_TORCH:
-            for reached in closure(name):
-                heavy = {i.split(".")[0] for i in imports(MODULES[reached], lazy=False)} & TORCH_TOO
-                assert not heavy, f"{name} imports {reached}, which imports {heavy}"
+            assert_light(name)
+
+
+FOLDERS = sorted(".".join(file.parent.relative_to(PACKAGE).parts) for file in PACKAGE.rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_folder_with_options_imports_no_torch(name: str) -> None:
+    """Any may have a ``settings.py``, which commands import, and with it the folder's ``__init__``."""
+    assert_light(name)
+
+
+def assert_light(name: str) -> None:
+    for reached in closure(name):
+        heavy = {i.split(".")[0] for i in imports(MODULES[reached], lazy=False)} & TORCH_TOO
+        assert not heavy, f"{name} imports {reached}, which imports {heavy}"
 
 
 def closure(name: str) -> set[str]:

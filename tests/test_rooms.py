@@ -91,7 +91,7 @@ def test_the_rest_works_without_it(name: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     Path("conf/model/theirs.yaml").write_text(OPTION)
     words = [TRAIN] if room in (ALL, ROOMS["adapters"], ROOMS["quantized"]) else []  # the others' commands need no run
-    (help_code, help_page), *answers = _forgather("--help", *words, *room.asks)
+    (help_code, help_page), *answers = run_here("--help", *words, *room.asks)
     assert help_code == 0
     listed = re.findall(r"^│ ([a-z]+)  ", help_page, re.MULTILINE)
     assert listed == [name for name, where in COMMANDS.items() if not where.replace(":", ".").startswith(room.modules)]
@@ -123,7 +123,7 @@ for command in json.loads(sys.argv[1]):
 """
 
 
-def _forgather(*commands: str) -> list[tuple[int, str]]:
+def run_here(*commands: str) -> list[tuple[int, str]]:
     """The exit code and the output of each, all of them in one process that imports what lies in this directory."""
     fork(os.getpid).join()  # before it the server of such processes does not listen
     Path("commands.py").write_text(SCRIPT)

@@ -63,5 +63,7 @@ def test_the_installed_wheel_trains_outside_the_checkout(
     words = ["train", "data=text", "data.files=[corpus.txt]", "cache_dir=cache", "model=nano", "seq_len=32",
              "max_steps=2", "global_batch_size=4", "warmup_steps=1", "logging_steps=1", "output_dir=run"]  # fmt: skip
     succeed([str(python.with_name("forgather")), *words], cwd=tmp_path)
+    explained = succeed([str(python.with_name("forgather")), "config", "explain", "warmup_steps"], cwd=tmp_path)
+    assert "optimizer steps of linear warmup" in explained  # a comment of the source
     assert {record["step"] for record in tiny.metrics(tmp_path / "run") if "loss" in record} == {1, 2}
     assert (tmp_path / "run" / "checkpoints" / "step-00000002" / "model" / "model.safetensors").is_file()

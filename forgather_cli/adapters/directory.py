@@ -34,7 +34,7 @@ from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.hub import hub_name_of, is_hub_name, local_model
 from forgather_cli.models.files import tensor_files
-from forgather_cli.precision import compute_dtype
+from forgather_cli.precision.dtypes import compute_dtype
 from forgather_cli.terminal.bars import doing
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -107,7 +107,7 @@ def write_config(directory: Path, model: nn.Module, config: Config, trained: Ite
         "modules_to_save": sorted(whole) or None,
         "trainable_token_indices": _token_indices(model, trained),
         "use_rslora": settings.use_rslora,
-        "use_dora": isinstance(settings, DoRASettings),
+        "use_dora": settings.is_dora,
         "init_lora_weights": settings.init_lora_weights,
         "rank_pattern": settings.rank_pattern,
         "alpha_pattern": {key: _plain(value) for key, value in settings.alpha_pattern.items()},
@@ -278,7 +278,7 @@ def adapter_to_go_on(settings: LoRASettings) -> AdapterDirectory:
     differ: list[str] = []
     for key in ("type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"):
         there, here = (sorted(v) if isinstance(v := getattr(s, key), list) else v for s in (found.settings, settings))
-        same = (there, here) in (("lora", "qlora"), ("qlora", "lora"))  # whose adapters are the same matrices
+        same = key == "type" and found.settings.is_dora == settings.is_dora  # whose adapters are the same matrices
         if there != here and not same and (differ or key != "target_modules"):  # which may be the same in other words
             differ.append(f"adapter{'' if key == 'type' else f'.{key}'}={typed(there)} (got {typed(here)})")
     if differ:

@@ -32,9 +32,9 @@ from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.tensors import TensorReader
 from forgather_cli.config.schema import Config, LoRASettings, QLoRASettings
 from forgather_cli.errors import ModelError
-from forgather_cli.models.build import tensor_reader
+from forgather_cli.models.build import weights_of
 from forgather_cli.models.parts import train_only
-from forgather_cli.precision import compute_dtype
+from forgather_cli.precision.dtypes import compute_dtype
 from forgather_cli.shards import fill_local, local, not_finite
 from forgather_cli.terminal.bars import doing
 
@@ -84,7 +84,7 @@ def fill_base(part: nn.Module, option: Any, init: Callable[[nn.Module], None], d
         init(part)
         device = next(part.parameters()).device
     if packed:
-        read_packed(part, tensor_reader(option, part), dtype, device)
+        read_packed(part, weights_of(option).reader(part), dtype, device)
 
 
 def starting(init: Callable[[nn.Module], None], config: Config, seed: int) -> Callable[[nn.Module], None]:

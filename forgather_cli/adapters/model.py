@@ -24,10 +24,10 @@ from forgather_cli.adapters.layers import (
 )
 from forgather_cli.adapters.nf4 import freeze, need_bitsandbytes
 from forgather_cli.adapters.targets import OF_EXPERTS, input_layer, output_layer, parameter_targets, targets, token_rows
-from forgather_cli.config.schema import Config, DoRASettings, LoRASettings, QLoRASettings, ending_in, typed
+from forgather_cli.config.schema import Config, LoRASettings, QLoRASettings, ending_in, typed, value_at
 from forgather_cli.errors import ModelError
 from forgather_cli.models.parts import train_only
-from forgather_cli.precision import half_dtype, parameter_dtype
+from forgather_cli.precision.dtypes import half_dtype, parameter_dtype
 
 _MAMBAS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
@@ -113,7 +113,7 @@ def attach_adapters(
     def shape(name: str) -> LowRank:
         return LowRank(
             settings.rank_of(name), settings.scaling_of(name), settings.lora_dropout,
-            is_dora=isinstance(settings, DoRASettings), is_gaussian=settings.init_lora_weights == "gaussian",
+            is_dora=settings.is_dora, is_gaussian=settings.init_lora_weights == "gaussian",
         )  # fmt: skip
 
     with bounded(settings):
@@ -143,18 +143,17 @@ def _add_rows(model: nn.Module, settings: LoRASettings, config: Config, dtype: t
     if not rows:
         return
     number, why, lost = max(map(len, rows.values())), None, ""
-    source, fused = input_layer(model), getattr(config.loss, "applies_head", False)
+    source, fused = input_layer(model), config.loss_applies_head
     head: Any = output_layer(model)
     for name in rows:
         layer: Any = model.get_submodule(name)
         if isinstance(layer, Adapted) or layer.weight.requires_grad:
             why = f"{name} is trained otherwise; leave it out of adapter.target_modules and trainable"
         elif head is layer and fused:
-            loss = getattr(config.loss, "type", config.loss)
-            why = f"loss={loss} multiplies with the head's weight itself; set loss=cross_entropy"
+            why = f"loss={value_at(config, 'loss')} multiplies with the head's weight itself; set loss=cross_entropy"
             ids = ",".join(f"{each}:{typed(numbers)}" for each, numbers in rows.items())
             lost = f"; the end of a turn is not learned without 'adapter.trainable_token_indices={{{ids}}}'"
-        elif head is layer and layer.weight is source.weight and getattr(config.trainer, "type", None) == "pipeline":
+        elif head is layer and layer.weight is source.weight and config.trainer.cuts_layers:
             why = f"under trainer=pipeline {name} is on another stage than the embedding that it shares them with"
     if why is not None and asked:
         raise ModelError(f"adapter.trainable_token_indices: {why}, or trainable_token_indices=[]")
@@ -192,7 +191,7 @@ def _not_served(model: nn.Module, settings: LoRASettings, config: Config) -> Ite
     """What vLLM does not serve as an adapter (its ``lora/peft_helper.py``, and of rows ``lora/utils.py``)."""
     whole = "forgather finalize RUN MODEL --merge makes a whole model, which it takes"
     refused = {
-        "DoRA": isinstance(settings, DoRASettings),
+        "DoRA": settings.is_dora,
         "trainable (modules_to_save)": bool(config.trainable),
         "rows of tokens": any(isinstance(layer, TokenRows) for layer in model.modules()),
     }
@@ -232,14 +231,14 @@ def _check(
             )
     for name in layers:
         layer = model.get_submodule(name)
-        if isinstance(settings, DoRASettings) and isinstance(layer, nn.Embedding):
+        if settings.is_dora and isinstance(layer, nn.Embedding):
             raise ModelError(
                 f"adapter.target_modules: dora adapts linear layers, got the embedding {name}; leave it out, or set "
                 "adapter=lora"
             )
-        if layer is output_layer(model) and getattr(config.loss, "applies_head", False):
+        if layer is output_layer(model) and config.loss_applies_head:
             raise ModelError(
-                f"loss: {getattr(config.loss, 'type', config.loss)} multiplies with the head's weight itself, without "
+                f"loss: {value_at(config, 'loss')} multiplies with the head's weight itself, without "
                 f"the adapter of {name}; set loss=cross_entropy, or leave it out of adapter.target_modules"
             )
     for pattern in settings.rank_pattern.keys() | settings.alpha_pattern.keys():

@@ -14,9 +14,9 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar, cast, get_args, get_origin
 
-from forgather_cli.config.schema import EVENTS, Settings
+from forgather_cli.config.schema import EVENTS, CallbackPart
 from forgather_cli.errors import CallbackError, ConfigError, ForgatherError
 from forgather_cli.run_dir import RunDir
 
@@ -136,7 +136,8 @@ class TrainerCallback:
     A callback with ``state_dict()`` and ``load_state_dict(state)`` is part of the checkpoint under its ``name``. All
     ranks are asked for the state at each save. If it is the same on all, it is stored once and given back to all ranks
     of any layout; if not, each rank's is stored and given back to that rank, and in another layout (other ranks, other
-    settings of ``trainer``) it starts fresh, with a warning. Of Forgather's own callbacks rank 0's is stored.
+    settings of ``trainer``) it starts fresh, with a warning. Of Forgather's own callbacks rank 0 alone is asked;
+    its state is given to all ranks of any layout.
     """
 
     _given_name: str | None = None
@@ -180,19 +181,27 @@ class TrainerCallback:
     def on_exception(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any: ...
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=CallbackPart)
 
 
 class BuiltIn(TrainerCallback, Generic[S]):
-    """A callback of Forgather's. A config makes it of its settings, a script of the same by keyword:
-    ``DivergenceDetector(smoothing=0.3)``. Raises ConfigError for keywords that are none of its settings.
+    """A callback of Forgather's: ``class JsonLogger(BuiltIn[JsonSettings])``. A config makes it of its settings, a
+    script of the same by keyword: ``DivergenceDetector(smoothing=0.3)``. Raises ConfigError for keywords that are none
+    of its settings.
 
     ``run``: where it writes; ``config_tree``: the resolved settings; by default those of the Trainer that takes it.
     ``stream``: where what is meant for people goes.
     """
 
     config_name: ClassVar[str]
-    kind: ClassVar[type[Settings]]
+    """Its key under ``callbacks``. A subclass of the user's has none."""
+    kind: ClassVar[type[CallbackPart]]
+
+    def __init_subclass__(cls) -> None:
+        for base in vars(cls).get("__orig_bases__", ()):
+            if get_origin(base) is BuiltIn:
+                (cls.kind,) = get_args(base)
+                cls.config_name = cls.kind.type
 
     def __init__(
         self,
@@ -213,7 +222,7 @@ class BuiltIn(TrainerCallback, Generic[S]):
         self.settings = settings
         self._run, self._tree, self._stream = run, config_tree, stream
 
-    def _from_keywords(self, keywords: dict[str, Any]) -> Settings:
+    def _from_keywords(self, keywords: dict[str, Any]) -> CallbackPart:
         from forgather_cli.config.decode import decode_settings
 
         try:

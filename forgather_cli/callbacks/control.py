@@ -34,9 +34,6 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
     controlled trains on.
     """
 
-    config_name = "control"
-    kind = ControlSettings
-
     def __init__(self, *args: Any, job_id: str | None = None, **kwargs: Any) -> None:
         """``job_id``: in the place of the setting of this name."""
         super().__init__(*args, **kwargs)

@@ -17,9 +17,6 @@ class DiLoCoCallback(BuiltIn[DilocoSettings]):
     Without a server, in config or environment, it does nothing.
     """
 
-    config_name = "diloco"
-    kind = DilocoSettings
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._worker: Any = None

@@ -25,9 +25,6 @@ class DivergenceDetector(BuiltIn[DivergenceSettings]):
     settings that judge nothing.
     """
 
-    config_name = "divergence"
-    kind = DivergenceSettings
-
     _STATE = ("_smoothed", "_best", "_best_step", "_seen", "_bad", "_sound_step", "_last_step")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

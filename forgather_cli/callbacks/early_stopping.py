@@ -20,9 +20,6 @@ class EarlyStopping(BuiltIn[EarlyStoppingSettings]):
     never better. Best value and count are part of the checkpoint.
     """
 
-    config_name = "early_stopping"
-    kind = EarlyStoppingSettings
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._best: float | None = None

@@ -29,9 +29,6 @@ class GradNormLogger(BuiltIn[GradNormSettings]):
     fuse_optim_with_backward no gradient is left to be measured, and this is off.
     """
 
-    config_name = "grad_norms"
-    kind = GradNormSettings
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._parameters: FullParameters | None = None

@@ -18,9 +18,6 @@ class InfoCallback(BuiltIn[InfoSettings]):
     ``verbose`` adds the resolved config, where ``config_tree`` is given, and the module tree.
     """
 
-    config_name = "info"
-    kind = InfoSettings
-
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if not state.is_world_process_zero:
             return

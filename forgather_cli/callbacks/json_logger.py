@@ -60,9 +60,6 @@ class JsonLogger(BuiltIn[JsonSettings]):
     Evaluations arrive by on_log too, so on_evaluate is not needed.
     """
 
-    config_name = "json"
-    kind = JsonSettings
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Further keywords are values that every record has."""
         names = {"settings", "run", "config_tree", "stream"} & kwargs.keys()

@@ -75,9 +75,6 @@ class DefaultMetrics(BuiltIn[MetricsSettings]):
     Collective.
     """
 
-    config_name = "metrics"
-    kind = MetricsSettings
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._peak: float | None = None

@@ -34,9 +34,6 @@ class ParameterNormLogger(BuiltIn[ParameterNormSettings]):
     Where they ended is part of the checkpoint, and serves under every strategy.
     """
 
-    config_name = "parameter_norms"
-    kind = ParameterNormSettings
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raises ConfigError if there is nothing to write."""
         super().__init__(*args, **kwargs)

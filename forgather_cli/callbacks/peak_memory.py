@@ -81,9 +81,6 @@ class PeakMemory(BuiltIn[PeakMemorySettings]):
     https://pytorch.org/memory_viz at the end of training, or where it fails; recording costs time and host memory.
     """
 
-    config_name = "peak_memory"
-    kind = PeakMemorySettings
-
     def __init__(self, *args: Any, summary_writer: Any = None, **kwargs: Any) -> None:
         """``summary_writer``: a ResumableSummaryWriter, by default the Trainer's TensorBoard."""
         super().__init__(*args, **kwargs)

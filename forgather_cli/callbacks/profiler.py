@@ -34,9 +34,6 @@ class ProfilerCallback(BuiltIn[ProfilerSettings]):
     the window writes what there is, and training that ends before it is warned of.
     """
 
-    config_name = "profiler"
-    kind = ProfilerSettings
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._begin()

@@ -23,9 +23,6 @@ class ProgressCallback(BuiltIn[ProgressSettings]):
     be an open text file. Raises ConfigError for a column that is not one, and for a stream that cannot be written to.
     """
 
-    config_name = "progress"
-    kind = ProgressSettings
-
     def __init__(self, *args: Any, output_stream: Stream | None = None, **kwargs: Any) -> None:
         if isinstance(output_stream, str):
             kwargs["output_stream"] = output_stream

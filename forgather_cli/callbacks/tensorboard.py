@@ -62,9 +62,6 @@ class TBLogger(BuiltIn[TensorboardSettings]):
     written after the resumed step is purged. TensorBoard is imported with the first log, not before the first step.
     """
 
-    config_name = "tensorboard"
-    kind = TensorboardSettings
-
     def __init__(self, *args: Any, summary_writer: ResumableSummaryWriter | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if problems := list(self.settings.problems()):

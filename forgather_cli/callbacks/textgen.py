@@ -50,9 +50,6 @@ class TextgenCallback(BuiltIn[TextgenSettings]):
     leaves training's alone.
     """
 
-    config_name = "textgen"
-    kind = TextgenSettings
-
     def __init__(self, *args: Any, summary_writer: Any = None, show_bar: ShowBar | None = None, **kwargs: Any) -> None:
         """``summary_writer``: a ResumableSummaryWriter, by default the Trainer's TensorBoard. ``show_bar``: shows how
         many of how many tokens are written, beside other bars; by default the Trainer's progress, else a bar alone.

@@ -59,9 +59,6 @@ class Trackers(BuiltIn[TrackersSettings]):
     its run in wandb and mlflow.
     """
 
-    config_name = "trackers"
-    kind = TrackersSettings
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._names = ["comet_ml" if name == "comet" else name for name in dict.fromkeys(self.settings.names)]

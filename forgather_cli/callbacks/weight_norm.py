@@ -13,9 +13,6 @@ from forgather_cli.config.schema import WeightNormSettings
 class WeightNormLogger(BuiltIn[WeightNormSettings]):
     """Adds ``weight_norm`` to each training log: the L2 norm over all parameters of the model, tied ones once."""
 
-    config_name = "weight_norm"
-    kind = WeightNormSettings
-
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._parameters = FullParameters(kwargs["trainer"])
 

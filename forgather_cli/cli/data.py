@@ -241,7 +241,7 @@ def build(words: Words = None, config_dir: ConfigDir = None, trust_config: Trust
     from forgather_cli.data.cache import Cache, entries
 
     config = load(words, config_dir, trust_config=trust_config).config
-    root = Cache(getattr(config.data, "cache_dir", None)).root
+    root = Cache(config.data.cache_dir).root
     with doing("looking into the cache"):
         before = {entry.path for entry in entries(root)}
     _, data = _read(config)

@@ -152,8 +152,7 @@ def config_to_evaluate(source: Path, overrides: list[str], *, trust_config: bool
         raise ConfigError(
             [f"{path}: {of_model if path.split('.')[0] == 'model' else other}; leave it out" for path in unread]
         )
-    is_single = getattr(base.config.trainer, "type", None) == "single"
-    if not is_single and not any(path.partition(".")[0] in _RANKS for path in given):
+    if not base.config.trainer.is_one_process and not any(path.partition(".")[0] in _RANKS for path in given):
         loaded = _config_for(source, [*neutral, *overrides, "trainer=single"], reads)
     # where the text is not the run's, a tokenizer chosen or trained for that would make other tokens of it
     other_text = {path for path in given if path.partition(".")[0] == "data"} - _SAME_TEXT

@@ -22,7 +22,7 @@ from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath, named,
 from forgather_cli.config.overrides import Change, apply, full_path, typed_paths
 from forgather_cli.config.paths import leaves
 from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import services, shipped_groups, typed
+from forgather_cli.config.schema import CorpusSettings, DataSettings, TrainerSettings, services, shipped_groups, typed
 from forgather_cli.config.targets import target_problems
 from forgather_cli.config.translation import Translation
 from forgather_cli.documents.regular_files import read_json_object
@@ -108,7 +108,7 @@ class ConfigBuilder:
     @property
     def is_paired(self) -> bool:
         """Sequences have two sides."""
-        return option_types(self._raw()).get("data") in ("ul2", "seq2seq")
+        return _kind_of_data(self._raw()).is_paired is True
 
     def rate_of_scratch(self, of_weights: set[Path]) -> str | None:
         """The learning rate with its optimizer, as they are typed, where a shipped file gives it that is not made for
@@ -189,7 +189,7 @@ class ConfigBuilder:
         # recipe's default
         data = tree.get("data")
         if isinstance(data, dict) and "_target_" not in data and data.get("tokenizer") is None:
-            is_corpus = data.get("type") in ("python_stdlib", "text", "hf") and not data.get("streaming")
+            is_corpus = issubclass(_kind_of_data(tree), CorpusSettings) and not data.get("streaming")
             data["tokenizer"] = _directory(tree)[1] or (tree.get("tokenizer_default") if is_corpus else None) or "bytes"
         # what nobody has set of an adapter that is gone on from is as it has it
         adapter = _mapping(tree.get("adapter"))
@@ -245,7 +245,7 @@ class ConfigBuilder:
         try:
             if isinstance(name, str) and name != "???":
                 source, found = f"accelerate_config={name}", accelerate_settings(Path(name), own_decoder=own_decoder)
-            elif name is None and kinds.get("trainer") == "single" and (alone := launched_alone()):
+            elif name is None and kinds.get("trainer") in TrainerSettings.one_process() and (alone := launched_alone()):
                 self.notes.append(alone)
                 return
             elif name is None and is_launched():
@@ -321,6 +321,12 @@ class ConfigBuilder:
 
         tree: Any = OmegaConf.to_container(self.cfg, resolve=False)
         return {str(key): value for key, value in tree.items()}
+
+
+def _kind_of_data(tree: dict[str, Any]) -> Any:
+    """The class of the data option; the base class of one that is no option of ours."""
+    kind = option_types(tree).get("data")
+    return next((each for each in DataSettings.members if each.type == kind), DataSettings)
 
 
 def _directory(tree: dict[str, Any]) -> tuple[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from forgather_cli.config.options import GROUPS, SearchPath, comment, description, recipes, search_path, shipped
+from forgather_cli.config.options import GROUPS, SearchPath, description, recipes, search_path, shipped
 from forgather_cli.errors import ConfigError
 
 Candidate = tuple[str, str]
@@ -36,13 +36,14 @@ def complete(
 
 def _keys(start: str, words: list[str], search: SearchPath) -> list[Candidate]:
     """Groups, run-level settings and bare keys; full paths once a group's name and a dot are typed."""
+    from forgather_cli.config.explain import about
     from forgather_cli.config.paths import root_keys, settings
 
     known = settings()
     if "." in start:
-        return [(path, _about(path, search)) for path in known if path.startswith(start)]
+        return [(path, about(path, search)) for path in known if path.startswith(start)]
     groups = [(group, f"{group} option") for group in GROUPS if group.startswith(start)]
-    roots = [(key, _about(key, search)) for key in sorted(root_keys()) if key.startswith(start)]
+    roots = [(key, about(key, search)) for key in sorted(root_keys()) if key.startswith(start)]
     # what the options that the words before choose do not have is left out: of options called as their type, which
     # sizes of a model are not
     pairs = (word.partition("=") for word in words if "=" in word)
@@ -53,7 +54,7 @@ def _keys(start: str, words: list[str], search: SearchPath) -> list[Candidate]:
         option = chosen.get(group := path.split(".")[0])
         fits = option is None or option in setting.types or (group, option) not in has
         if setting.types and setting.leaf.startswith(start) and fits:
-            bare.append((setting.leaf, _about(path, search)))
+            bare.append((setting.leaf, about(path, search)))
     return groups + roots + bare
 
 
@@ -66,17 +67,3 @@ def _values(key: str, search: SearchPath) -> list[Candidate]:
     known = settings()
     path = key if key in known else next(iter(ending_with(key)), None)
     return [(value, "") for value in values(known[path].annotation)] if path in known else []
-
-
-def _about(path: str, search: SearchPath) -> str:
-    """The comment on a setting in the shipped files."""
-    from forgather_cli.config.paths import settings
-
-    group, dot, rest = path.partition(".")
-    if not dot:
-        return comment(search.conf[0] / "train.yaml", path)
-    for option in settings()[path].types or ("default", "server"):
-        file = search.option(group, option)
-        if file and (text := comment(file, rest)):
-            return text
-    return ""

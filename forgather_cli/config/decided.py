@@ -6,19 +6,14 @@ from collections.abc import Callable
 from dataclasses import is_dataclass, replace
 from functools import reduce
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from forgather_cli.config.rules import rule_problems
 from forgather_cli.config.schema import (
     Config,
     CrossEntropySettings,
-    DecoderSettings,
-    EncoderDecoderSettings,
     LigerSettings,
     LinearCrossEntropySettings,
-    NoAdapter,
-    PretrainedSettings,
     Target,
     typed,
 )
@@ -45,15 +40,12 @@ _SPEED = 0.35 * 989e12  # FLOP/s of a step on an H100; a slower GPU would save m
 
 def _torch_compile(config: Config, gpu: Any) -> tuple[bool, str]:
     """On where it is known to save two compilations at least: steps take 6 x parameters x tokens operations."""
-    model, length, size = config.model, getattr(config.data, "seq_len", None), 0
+    model, length = config.model, getattr(config.data, "seq_len", None)
     if gpu is None and not config.device.startswith("cuda"):
         return False, "not on CUDA"
-    if isinstance(config.trainer, Target) or getattr(config.trainer, "splits_backward", False):
+    if isinstance(config.trainer, Target) or config.trainer.splits_backward:
         return False, "the trainer may not take it"
-    if isinstance(model, DecoderSettings | EncoderDecoderSettings):
-        size = model.num_parameters(vocab_size=2**15)
-    elif isinstance(model, PretrainedSettings):
-        size = sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors")) // 2
+    size = 0 if isinstance(model, Target) else model.num_parameters(vocab_size=2**15)
     if config.max_steps < 1 or length is None or not size:
         return False, "how many steps there are, or how long one takes, is not known here"
     rows = config.per_device_train_batch_size * (config.gradient_accumulation_steps or 1)
@@ -74,8 +66,8 @@ def _loss(config: Config, gpu: Any) -> tuple[Any, str]:
         return plain, ""
     if config.torch_compile:
         return plain, "torch_compile=true fuses it with the head"
-    ours = isinstance(config.model, DecoderSettings | EncoderDecoderSettings | PretrainedSettings)
-    if not ours or not isinstance(config.adapter, NoAdapter):
+    is_plain = not isinstance(config.model, Target) and config.model.head_gives_logits
+    if not is_plain or config.adapter.freezes_base:
         return plain, "an adapter, or a class that is not ours, may do more to its logits than its head does"
     has_liger = all(find_spec(package) for package in ("liger_kernel", "triton"))
     for option in (LigerSettings(), LinearCrossEntropySettings())[not has_liger :]:

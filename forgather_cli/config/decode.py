@@ -19,7 +19,7 @@ from forgather_cli.config.compose import references, resolved, written
 from forgather_cli.config.mistakes import Naming
 from forgather_cli.config.options import GROUPS
 from forgather_cli.config.paths import is_text, walk
-from forgather_cli.config.schema import CallbackSettings, Config, Option, Sampling, Target
+from forgather_cli.config.schema import CallbackSettings, Config, Sampling, Target, all_options
 from forgather_cli.config.schema.folders import undecodable
 from forgather_cli.documents.json_and_yaml import has_half
 from forgather_cli.documents.regular_files import read_yaml
@@ -104,7 +104,7 @@ def _adapter(cls: Any) -> TypeAdapter[Any]:
     try:
         return TypeAdapter(cls)
     except PydanticUserError as error:
-        found = [option for base in Option.bases for option in base.members if option.__module__.endswith(".settings")]
+        found = [option for option in all_options() if option.__module__.endswith(".settings")]
         raise ConfigError([problem for option in found for problem in undecodable(option)] or str(error)) from error
 
 

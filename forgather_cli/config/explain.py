@@ -4,10 +4,17 @@ group its options, and which recipe chooses which.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import inspect
 import json
+import re
 import types
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -15,11 +22,14 @@ from forgather_cli.config.mistakes import nearest
 from forgather_cli.config.options import Info, SearchPath, comment, groups, named, recipes, search_path
 from forgather_cli.config.paths import Setting, ending_with, option_leaves, settings, walk
 from forgather_cli.config.recipe import read_recipe
-from forgather_cli.config.schema import Meaning, Target
+from forgather_cli.config.schema import Meaning, Option, Target, either
 from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError
 
-_KINDS = {int: "a whole number", float: "a number", str: "text", list: "a list", tuple: "a list", dict: "a mapping"}
+_KINDS = {
+    int: "a whole number", float: "a number", str: "text", list: "a list", tuple: "a list", dict: "a mapping",
+    bool: "true or false", types.NoneType: "null", Target: "a function or class of yours by _target_",
+}  # fmt: skip
 _BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
 
 
@@ -60,11 +70,10 @@ def explain(key: str, config_dir: Path | None = None) -> list[Explained | Explai
             with contextlib.suppress(ConfigError):  # of a broken recipe other commands tell
                 for layer in read_recipe(info.name, search, Path.cwd()).layers:
                     chosen |= {info.name: ", ".join(map(str, layer.chosen[key]))} if key in layer.chosen else {}
-        means = {path: _about(each, _files(path, search)) for path, each in known.items() if path.startswith(f"{key}.")}
+        means = {path: about(path, search) for path in known if path.startswith(f"{key}.")}
         return [ExplainedGroup(key, groups(config_dir)[key], chosen, means)]
     paths = [key] if key in known else [path for path in known if path.endswith(f".{key}")]
-    if bare := [path for path in ending_with(key) if path in paths]:  # those that an override of this name sets
-        paths = bare
+    paths = [path for path in ending_with(key) if path in paths] or paths  # those that an override of this name sets
     if not paths:
         raise ConfigError(f"{key}: unknown setting;{nearest(key) or ' forgather config show lists all'}")
     return [_explained(known[path], search, config_dir) for path in paths]
@@ -80,7 +89,7 @@ def _explained(setting: Setting, search: SearchPath, config_dir: Path | None) ->
             if setting.leaf in read_text(info.file, ConfigError):  # to read them all takes 0.1 s
                 own = read_recipe(str(info.file), search, Path.cwd()).layers[-2]
                 set_in |= _at(own.node, setting.path, named(own.file))
-    return Explained(setting.path, _about(setting, files), takes(setting.annotation), values, set_in)
+    return Explained(setting.path, about(setting.path, search), takes(setting.annotation), values, set_in)
 
 
 def _files(path: str, search: SearchPath) -> dict[str, Path]:
@@ -90,11 +99,34 @@ def _files(path: str, search: SearchPath) -> dict[str, Path]:
     return {name: file for name, file in found.items() if file} or {"train": search.conf[0] / "train.yaml"}
 
 
-def _about(setting: Setting, files: dict[str, Path]) -> str:
+def about(path: str, search: SearchPath) -> str:
     """What a setting means; where nothing says it, what that of which it is a part means."""
-    name = setting.path.partition(".")[2] or setting.path
-    own, above = ([comment(file, key) for file in files.values() if key] for key in (name, name.rpartition(".")[0]))
-    return next(filter(None, [*own, _meaning(setting.annotation), *above]), "")
+    if (setting := settings().get(path)) is None:
+        return ""
+    files = (comment(file, path.partition(".")[2] or path) for file in _files(path, search).values())
+    own = field_comment(setting.leaf, setting.owners) or next(filter(None, files), "")
+    return own or _meaning(setting.annotation) or about(path.rpartition(".")[0], search)
+
+
+def field_comment(name: str, owners: Iterable[type]) -> str:
+    """What stands at a field in the source of the first class that says something there."""
+    classes = [base for owner in owners for base in owner.__mro__[:-1]]
+    return next(filter(None, (_comments(cls.__module__).get(f"{cls.__name__}.{name}") for cls in classes)), "")
+
+
+@cache
+def _comments(module: str) -> dict[str, str]:
+    """By ``Class.field`` the comment behind each field of a module's classes, or in the lines above it."""
+    source, found = inspect.getsource(import_module(module)), dict[str, str]()
+    lines = source.splitlines()
+    for cls in (each for each in ast.parse(source).body if isinstance(each, ast.ClassDef)):
+        for field in cls.body:
+            if isinstance(field, ast.AnnAssign) and field.end_lineno:
+                behind = lines[field.end_lineno - 1].encode()[field.end_col_offset :].decode()
+                above = takewhile(lambda line: line.strip().startswith("#"), lines[field.lineno - 2 :: -1])
+                text = re.sub("# (type|fmt|noqa):.*", "", behind).strip() or "\n".join(reversed([*above]))
+                found[f"{cls.name}.{ast.unparse(field.target)}"] = re.sub(r"\n *#", "", text).strip(" #")
+    return found
 
 
 _EDITED = (
@@ -125,7 +157,7 @@ def to_edit(name: str, search: SearchPath) -> str:
     paths = {path.rpartition(".")[2]: path for path in (*own.given, *added) if path in known}
     for n, line in enumerate(lines):
         if "#" not in line and (at := paths.get(line.partition(":")[0].strip())):
-            lines[n] = f"{line:<33} # {_about(known[at], _files(at, search))}"
+            lines[n] = f"{line:<33} # {about(at, search)}"
     return "\n".join([*lines, ""])
 
 
@@ -138,46 +170,34 @@ def _at(value: Any, path: str, name: str) -> dict[str, Any]:
     return {name: value}
 
 
+def sentence(cls: type) -> str:
+    """The first sentence of a class's docstring; empty where a dataclass has written it."""
+    text = " ".join((cls.__doc__ or "").split()).partition(". ")[0].removesuffix(".")
+    return "" if text.startswith(f"{cls.__name__}(") else text
+
+
 def _meaning(annotation: Any) -> str:
-    """What the annotation itself says; empty where nothing."""
-    for each in get_args(annotation):
-        if found := each.text if isinstance(each, Meaning) else _meaning(each):
-            return found
-    return ""
+    """What the annotation itself says, or the option that is the setting; empty where nothing."""
+    if isinstance(annotation, type) and issubclass(annotation, Option):
+        return sentence(annotation)
+    found = (each.text if isinstance(each, Meaning) else _meaning(each) for each in get_args(annotation))
+    return next(filter(None, found), "")
 
 
 def takes(annotation: Any) -> str:
     """What may be given: ``a number at least 0 or null``."""
-    found = [_kind(each) for each in _parts(annotation)]
-    *first, last = dict.fromkeys(text for text in found if text)
-    return f"{', '.join(first)} or {last}" if first else last
+    return either(dict.fromkeys(_alternatives(annotation)))
 
 
-def _parts(annotation: Any) -> list[Any]:
-    """The alternatives, literals one by one, with their bounds still on them."""
+def _alternatives(annotation: Any) -> list[str]:
+    """Literals one by one, numbers with their bounds."""
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated and any(hasattr(bound, name) for bound in arguments[1:] for name in _BOUNDS):
-        return [annotation]
     if origin is Annotated:
-        return _parts(arguments[0])
+        inner, *notes = arguments
+        limits = [f"{word} {getattr(n, name):g}" for n in notes for name, word in _BOUNDS.items() if hasattr(n, name)]
+        return [f"{each} {' and '.join(limits)}".rstrip() for each in _alternatives(inner)]
     if origin is Literal:
-        return list(arguments)
+        return list(map(str, arguments))
     if origin in (Union, types.UnionType):
-        return [part for each in arguments for part in _parts(each)]
-    return [annotation]
-
-
-def _kind(part: Any) -> str:
-    if get_origin(part) is Annotated:
-        inner, *bounds = get_args(part)
-        limits = [f"{word} {getattr(b, name):g}" for b in bounds for name, word in _BOUNDS.items() if hasattr(b, name)]
-        return " ".join([_kind(inner), " and ".join(limits)]).rstrip()
-    if part is types.NoneType:
-        return "null"
-    if part is bool:
-        return "true or false"
-    if part is Target:
-        return "a function or class of yours by _target_"
-    if isinstance(part, type) or get_origin(part):
-        return _KINDS.get(get_origin(part) or part, "settings of its own")
-    return str(part)
+        return [text for each in arguments for text in _alternatives(each)]
+    return [_KINDS.get(origin or annotation, "settings of its own")]

@@ -25,7 +25,7 @@ from forgather_cli.config.options import GROUPS, SearchPath, search_path
 from forgather_cli.config.overrides import Parsed, parse, parse_lines
 from forgather_cli.config.paths import option_leaves, walk
 from forgather_cli.config.recipe import Layer, Recipe, read_recipe
-from forgather_cli.config.schema import Config
+from forgather_cli.config.schema import Config, TrainerSettings
 from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir, is_checkpoint, is_model_directory, model_in, resume_command, run_of, step_of
@@ -119,7 +119,7 @@ def _composed(recipe: str, overrides: Sequence[str], search: SearchPath, here: P
     try:
         cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
         trainer = _trainer_of_accelerate(parsed)
-        if trainer is not None and options.get("trainer") == "single":
+        if trainer is not None and options.get("trainer") in TrainerSettings.one_process():
             parsed = parse([*overrides, f"trainer={trainer}"], search)
             cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
     except ConfigError as error:

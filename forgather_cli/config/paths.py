@@ -22,13 +22,14 @@ class Setting:
     """One dotted path of the schema.
 
     ``types`` are the option types that have it (empty at run level), ``annotation`` its type there. ``open`` paths
-    may have anything below them: mappings, lists, and mappings of settings.
+    may have anything below them: mappings, lists, and mappings of settings. ``owners``: the classes it is a field of.
     """
 
     path: str
     types: tuple[str, ...]
     annotation: Any
     open: bool
+    owners: tuple[type, ...]
 
     @property
     def leaf(self) -> str:
@@ -42,9 +43,9 @@ def settings() -> dict[str, Setting]:
     hints = get_type_hints(schema.Config, include_extras=True)
     for group in BARE_GROUPS:
         for option in members(hints[group]):
-            for path, setting in _below(option, f"{group}.", option.type):
-                before = found[path].types if path in found else ()
-                found[path] = dataclasses.replace(found.get(path, setting), types=before + setting.types)
+            for path, new in _below(option, f"{group}.", option.type):
+                old = found.get(path, dataclasses.replace(new, types=(), owners=()))
+                found[path] = dataclasses.replace(old, types=old.types + new.types, owners=old.owners + new.owners)
     found.update(_below(schema.CallbackSettings, "callbacks.", None))
     found.update(_below(schema.DilocoServerSettings, f"{SERVER}.", None))
     return {path: setting for path, setting in found.items() if path != "callbacks.custom"}
@@ -66,15 +67,9 @@ def alternatives(annotation: Any) -> list[Any]:
 
 def values(annotation: Any) -> list[str]:
     """The values a setting admits as they are typed, where they can be listed: literals, booleans, null."""
-    found: list[str] = []
-    for kind in alternatives(annotation):
-        if get_origin(kind) is Literal:
-            found += [str(value) for value in get_args(kind)]
-        elif kind is bool:
-            found += ["true", "false"]
-        elif kind is types.NoneType:
-            found.append("null")
-    return found
+    of = {bool: ("true", "false"), types.NoneType: ("null",)}
+    words = [get_args(kind) if get_origin(kind) is Literal else of.get(kind, ()) for kind in alternatives(annotation)]
+    return [str(word) for each in words for word in each]
 
 
 def takes_target(setting: Setting) -> bool:
@@ -158,7 +153,7 @@ def _below(cls: type, prefix: str, kind: str | None) -> Iterator[tuple[str, Sett
         kinds = alternatives(annotation)
         nested = [inner for inner in kinds if dataclasses.is_dataclass(inner) and inner is not schema.Target]
         opened = bool(nested) or schema.Target in kinds or any(get_origin(inner) in (dict, list) for inner in kinds)
-        yield f"{prefix}{name}", Setting(f"{prefix}{name}", of, annotation, opened and not nested)
+        yield f"{prefix}{name}", Setting(f"{prefix}{name}", of, annotation, opened and not nested, (cls,))
         for inner in nested:
             if isinstance(inner, type):
                 yield from _below(inner, f"{prefix}{name}.", kind)

@@ -1,15 +1,17 @@
-"""``DataSplits``, the datasets and tokenizer of a data option; and those of custom data (``data._target_``)."""
+"""``DataSource``, which a data option makes, and ``DataSplits``, datasets and tokenizer; and those of custom data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from forgather_cli.config.schema import DataTarget, Target
-from forgather_cli.data.cache import digest
-from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.data.cache import Cache, digest
+from forgather_cli.data.text.corpus import Documents
+from forgather_cli.data.text.tokenizer import Tokenizer, has_token, load_tokenizer
 from forgather_cli.data.tokens import Tokenized
 from forgather_cli.errors import DataError
 from forgather_cli.targets import import_target, make
@@ -53,19 +55,86 @@ class DataSplits:
         return self.vocab_size - self.num_new if self.vocab_size is not None and self.num_new else None
 
 
-def custom_data(option: Target, model_path: str | None = None) -> DataSplits:
-    """Call ``data._target_`` and take what it returns: a DataSplits, a mapping with ``train`` and, if any, ``eval``,
-    ``tokenizer`` (a name or an object) or ``vocab_size``, and ``seq_len``, a (train, eval) pair, or a training dataset
-    alone. Raises DataError.
+_Option = TypeVar("_Option", bound=Any)
 
-    Without ``tokenizer`` and ``vocab_size`` the tokenizer is that of the model's directory, if there is one.
+
+@dataclass(frozen=True)
+class DataSource(ABC, Generic[_Option]):
+    """What a data option reads, for a run whose other settings say the rest. Making it reads nothing, and no method
+    but ``load`` imports torch. Without more it has samples of one side and ``seq_len`` tokens, of an unknown number.
     """
-    made = make(import_target(option.path, "data"), "data", option.path, **option.kwargs)
-    if not isinstance(made, DataSplits):
-        made = _splits_of(option, made, model_path)
-    if isinstance(option, DataTarget):
+
+    option: _Option
+    seed: int = 0
+    """Of synthetic data, and of what is shuffled as it is read."""
+    model_path: str | None = None
+    """The directory of a pretrained model, whose tokenizer is used for custom data that name none."""
+    num_sentinels: int = 0
+    """Tokens that stand for spans, which an encoder-decoder's data add to the tokenizer."""
+    model_tokens: int | None = 0
+    """As many as the model knows or can learn, None: any number; ``add_tokens=auto`` of chats adds no more."""
+
+    @abstractmethod
+    def load(self, cache: Cache) -> DataSplits:
+        """Datasets and tokenizer; what is made once is in the cache. Raises DataError."""
+
+    def counts(self) -> dict[str, int | None] | None:
+        """For a plan: vocab_size, and tokens and samples of each split (``train_tokens``, ``train_samples``, ...).
+
+        None if the tokens are not cached: nothing is built, no text read. Samples are None where the packing has not
+        been computed. Raises DataError when files do not exist.
+        """
+        return None
+
+    def vocabulary(self) -> tuple[int | None, int]:
+        """(tokens of the tokenizer, how many of them chats add to it) where ``counts`` does not say; None: the
+        model's."""
+        if self.option.tokenizer == "bpe":  # of one that is not trained yet the size it is asked for
+            return self.option.bpe_vocab_size, 0
+        tokenizer = load_tokenizer(self.option.tokenizer)
+        return tokenizer.vocab_size + sum(not has_token(tokenizer, each) for each in self.added()), 0
+
+    def added(self) -> Iterable[str]:
+        """Tokens that the tokenizer gets if it lacks them."""
+        return ()
+
+    def sides(self) -> tuple[int | None, int]:
+        """Tokens of a sample, or of its encoder's side, None where only the data will tell; and of its decoder's, 0
+        where it has one side."""
+        return self.option.seq_len, 0
+
+    def text(self, cache: Cache) -> Documents | None:
+        """The documents, where they are text that can be read again. Raises DataError."""
+        return None
+
+    def origins(self) -> Sequence[Path | str]:
+        """The files that records lie in, or the names of splits, by the numbers that the cache has noted."""
+        return ()
+
+
+class CustomSource(DataSource[DataTarget]):
+    """Data of the user's."""
+
+    def load(self, cache: Cache) -> DataSplits:
+        """Call ``data._target_`` and take what it returns: a DataSplits, a mapping with ``train`` and, if any,
+        ``eval``, ``tokenizer`` (a name or an object) or ``vocab_size``, and ``seq_len``, a (train, eval) pair, or a
+        training dataset alone. Raises DataError.
+
+        Without ``tokenizer`` and ``vocab_size`` the tokenizer is that of the model's directory, if there is one.
+        """
+        option = self.option
+        made = make(import_target(option.path, "data"), "data", option.path, **option.kwargs)
+        if not isinstance(made, DataSplits):
+            made = _splits_of(option, made, self.model_path)
         _check_dispatch(option, made)
-    return made
+        return made
+
+    def vocabulary(self) -> tuple[None, int]:
+        return None, 0
+
+    def sides(self) -> tuple[int | None, int]:
+        length = self.option.kwargs.get("seq_len")
+        return length if isinstance(length, int) else None, 0
 
 
 def _splits_of(option: Target, made: Any, model_path: str | None) -> DataSplits:

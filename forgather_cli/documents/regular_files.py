@@ -24,8 +24,13 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 100_000_000
 """Of a document that is read whole, or a line of one; the limit of safetensors' own reader for its header."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
-RECORDS = (".jsonl", ".ndjson", ".json", ".parquet", *SEPARATORS)
-"""How files of records are called, which may be compressed besides; all others hold text."""
+FORMATS = {
+    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv",
+    ".tsv": "csv", ".txt": "text", ".md": "text",
+}  # fmt: skip
+"""What data files hold, in the ``datasets`` library's words, by the suffix that one of compression may follow."""
+RECORDS = tuple(suffix for suffix, kind in FORMATS.items() if kind in ("json", "parquet", "csv"))
+"""How files of records are called that are read without the library; all others hold text."""
 GIVE_RECORDS = "give jsonl, json, parquet, csv or tsv files"
 _KINDS = {
     stat.S_IFDIR: "a directory",

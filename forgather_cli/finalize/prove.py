@@ -39,7 +39,7 @@ from forgather_cli.finalize import plain_transformers
 from forgather_cli.finalize.options import MERGE_BOUND, FinalizeOptions
 from forgather_cli.finalize.sample import BUILT_IN, MESSAGES, Sample
 from forgather_cli.inference.source import Located, load_located
-from forgather_cli.loss import model_logits
+from forgather_cli.loss.model_io import model_logits
 from forgather_cli.models.generate import generate
 from forgather_cli.run_dir import is_adapter_directory
 from forgather_cli.terminal.bars import Bar

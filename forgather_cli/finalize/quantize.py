@@ -28,7 +28,7 @@ from forgather_cli.distributed import pick_device
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError, SetupError
 from forgather_cli.finalize.export import read_config, write_json
-from forgather_cli.models.build import build_model, directory_option, model_of
+from forgather_cli.models.build import build_model, directory_option
 from forgather_cli.models.init import reset_buffers
 from forgather_cli.models.pretrained import settings_from_hf
 from forgather_cli.quantized.convert import Conversion, indivisible, misaligned, sorted_out
@@ -88,7 +88,7 @@ def quantize_directory(
     check_recipe(recipe, device)
     config = read_config(directory)
     done, as_rows = sort_layers(directory, recipe, group_size=group_size, exclude=exclude, tables=tables)
-    for line in (*done.lines(), *([f"stored as int8 rows: {', '.join(as_rows)}"] if as_rows else [])):
+    for line in (*done, *([f"stored as int8 rows: {', '.join(as_rows)}"] if as_rows else [])):
         _log.info("%s", line)
     stored, rows = stored_as(recipe, group_size), stored_as(_TABLES)
     configs = {f"{name}.weight": stored for name in done.converted} | {f"{name}.weight": rows for name in as_rows}
@@ -265,7 +265,7 @@ def load_quantized(directory: Path, device: torch.device) -> nn.Module:
     except ModelError:
         return _through_transformers(directory, device)
     with torch.device("meta"):
-        model = model_of(settings)
+        model = build_model(settings, vocab_size=1, seq_len=1)
     state = _read_tensors(directory, device)
     if settings.tie_word_embeddings:
         state["lm_head.weight"] = state["model.embed_tokens.weight"]
@@ -275,7 +275,7 @@ def load_quantized(directory: Path, device: torch.device) -> nn.Module:
         raise ModelError(f"{directory}: {str(error).splitlines()[-1].strip()}; quantize the model again") from error
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    model.model.rotary_emb.to_empty(device=device)
+    model.get_submodule("model.rotary_emb").to_empty(device=device)
     reset_buffers(model)
     return model.eval()
 

@@ -23,7 +23,7 @@ from forgather_cli.checkpoint.files import check_absent, hash_range, new_directo
 from forgather_cli.checkpoint.tensors import Weights, write_weights
 from forgather_cli.config.decode import load_saved
 from forgather_cli.config.load import load_untrusted
-from forgather_cli.config.schema import Config, QATSettings
+from forgather_cli.config.schema import Config
 from forgather_cli.data.chat.ends import end_of_turn, stop_tokens
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.distributed import pick_device
@@ -155,11 +155,11 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
     if options.quantize is not None:
         from forgather_cli.finalize.quantize import sort_layers
 
-        trained = None if config is None else config.precision
-        if isinstance(trained, QATSettings) and trained.qat_recipe == options.quantize:
-            layout = {"group_size": trained.group_size, "exclude": trained.exclude}
-        elif isinstance(trained, QATSettings):
-            say(f"the run was trained for {trained.qat_recipe}, not for {options.quantize}")
+        recipe, as_trained = (config and config.precision.trained_for) or (None, {})
+        if recipe == options.quantize:
+            layout = as_trained
+        elif recipe is not None:
+            say(f"the run was trained for {recipe}, not for {options.quantize}")
         sort_layers(directory, options.quantize, **layout)
     data = untrusted.get("data")
     return FinalizePlan(chosen, options, config, data, model_config, tokenizer, new_tokens, template, vocab, layout)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from forgather_cli.config.schema import Config, Seq2SeqSettings, Ul2Settings
+from forgather_cli.config.schema import Config
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.text.tokenizer import Tokenizer, unspelled
@@ -134,9 +135,8 @@ def _of_text(text: str, tokenizer: Tokenizer, limit: int, origin: str, is_paired
 
 
 def _of_run(config: Config, limit: int, tokenizer: Tokenizer) -> Sample:
-    option = config.data
-    if isinstance(option, Ul2Settings | Seq2SeqSettings):  # one example at a time
-        option = replace(option, packing="pad", pack_encoder=None, pack_decoder=None)
+    one_each: dict[str, Any] = {"packing": "pad", "pack_encoder": None, "pack_decoder": None}
+    option = replace(config.data, **one_each if config.data.is_paired else {})
     sentinels, most = num_sentinels(config.model), most_tokens(config)
     data = load_data(option, seed=max(config.seed, 0), num_sentinels=sentinels, model_tokens=most)
     if data.eval is None:

@@ -12,7 +12,6 @@ from forgather_cli.checkpoint.average import PROVENANCE, average_models, enough_
 from forgather_cli.checkpoint.load import Reader, best_valid
 from forgather_cli.checkpoint.manifest import NAME
 from forgather_cli.checkpoint.retention import better_unsaved, list_checkpoints
-from forgather_cli.config.schema import QLoRASettings
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.finalize.options import FinalizeOptions
@@ -47,7 +46,7 @@ class Chosen:
     @property
     def in_four_bits(self) -> bool:
         """Whether it is an adapter that was trained beside four bits."""
-        return self.adapter is not None and isinstance(self.adapter.settings, QLoRASettings)
+        return self.adapter is not None and self.adapter.settings.in_four_bits
 
     @property
     def described_by(self) -> Path:

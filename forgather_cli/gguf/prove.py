@@ -48,7 +48,7 @@ from forgather_cli.gguf.reader import llama_cpp, version
 from forgather_cli.gguf.vocabulary import PHRASES, added_tokens
 from forgather_cli.gguf.write import Contents, rounded, stored_type, write_gguf
 from forgather_cli.inference.source import Located, load_located
-from forgather_cli.loss import model_logits
+from forgather_cli.loss.model_io import model_logits
 
 NUM_PREFIXES = 256
 _LIKELY = 1e-4  # tokens that are compared have at least this probability

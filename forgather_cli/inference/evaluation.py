@@ -18,15 +18,7 @@ from torch import nn
 
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.checkpoint.manifest import Manifest
-from forgather_cli.config.schema import (
-    BF16TrueSettings,
-    Config,
-    InstructSettings,
-    NoAdapter,
-    QLoRASettings,
-    SingleSettings,
-    Target,
-)
+from forgather_cli.config.schema import Config, NoAdapter, Target, value_at
 from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.splits import DataSplits
@@ -35,10 +27,12 @@ from forgather_cli.errors import DataError, ModelError
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
 from forgather_cli.inference.source import Located, is_quantized, load_located, locate
-from forgather_cli.loss import EvalMetrics, build_loss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.models.build import construct, directory_option, fill, most_tokens
 from forgather_cli.models.parts import named_tensors
 from forgather_cli.models.pretrained import num_sentinels, read_config
+from forgather_cli.precision.dtypes import parameter_dtype
 from forgather_cli.run_dir import RunDir, is_adapter_directory
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
@@ -76,7 +70,7 @@ def evaluate_source(
     changes: dict[str, Any] = {}
     if own_tokenizer and not isinstance(config.data, Target):
         changes["tokenizer"] = str(found.directory)
-        if isinstance(config.data, InstructSettings):  # it has those that the run added
+        if config.data.add_tokens:  # it has those that the run added
             changes["add_tokens"] = False
     if getattr(config.data, "add_bos", True) is None:  # of other data than the run's, or of a model directory
         changes["add_bos"] = found.add_bos
@@ -110,7 +104,7 @@ def evaluate_source(
     return {
         "step": None if found.reader is None else found.reader.step,
         "model": str(found.path),
-        "trainer": getattr(config.trainer, "type", None) or getattr(config.trainer, "path", None),
+        "trainer": str(value_at(config, "trainer")),
         "ranks": world().size,
         "precision": config.precision.type,
         "data": data.description,
@@ -137,8 +131,8 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
     """Collective. Give the strategy the model: any kind on one device; of several ranks each reads what it holds."""
     device, described = strategy.device, _described_by(found.directory)
     is_directory = (described / "config.json").is_file()
-    if is_directory and isinstance(config.trainer, SingleSettings):
-        dtype = torch.bfloat16 if isinstance(config.precision, BF16TrueSettings) else torch.float32
+    if is_directory and config.trainer.is_one_process:
+        dtype = parameter_dtype(config.precision) or torch.float32
 
         def load() -> nn.Module:
             return load_located(found, device=config.device, dtype=dtype).model
@@ -153,13 +147,13 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
         from forgather_cli.adapters.directory import read_adapter
 
         adapter = read_adapter(found.directory)
-        if isinstance(adapter.settings, QLoRASettings) and getattr(config.trainer, "type", None) != "ddp":
+        if adapter.settings.in_four_bits and not config.trainer.trains_quantized:
             raise ModelError(
                 f"{found.path}: was trained beside a base in four bits, and runs under trainer=single and ddp; set one"
             )
         settings = replace(adapter.settings, from_adapter=str(found.directory))
         config = replace(config, adapter=settings, trainable=adapter.trainable)
-    init = partial(fill, config, device, seed=0) if is_directory else None
+    init = None if isinstance(config.model, Target) else partial(fill, config, device, seed=0)
     build = partial(construct, config, device, vocab_size=data.vocab_size, seq_len=data.seq_len)
     strategy.materialize(model_spec(build, config, strategy, init=init))
     if not is_directory:

@@ -25,7 +25,7 @@ from forgather_cli.data.text.tokenizer import Tokenizer
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError, ForgatherError, ModelError, SetupError
 from forgather_cli.inference.source import Source, load_located, locate
-from forgather_cli.loss import model_logits
+from forgather_cli.loss.model_io import model_logits
 from forgather_cli.models.generate import generate, masked_prompt, prompt_inputs
 from forgather_cli.terminal.bars import doing
 

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from forgather_cli.config.schema import (
-    DataOption,
-    HfSettings,
-    InstructSettings,
-    PythonStdlibSettings,
-    Seq2SeqSettings,
-    TextSettings,
-)
+from forgather_cli.config.schema import DataOption
+from forgather_cli.data.build import source_of
 from forgather_cli.data.cache import Cache
-from forgather_cli.data.text.corpus import CorpusPiece, Documents, find_corpus, find_records, is_held_out
-from forgather_cli.data.text.hf import hf_corpus, names_of
+from forgather_cli.data.text.corpus import CorpusPiece, Documents, is_held_out
 from forgather_cli.data.text.read import Damage, Document, kind_of, rows_before
 from forgather_cli.data.tokens import Split, Tokenized
 from forgather_cli.documents.regular_files import RECORDS
@@ -33,28 +25,18 @@ class Origins:
     """Where the documents of an option's tokens come from. Of some options nobody knows."""
 
     def __init__(self, option: DataOption, data: Tokenized | None) -> None:
-        self._option, self._data = option, data
+        self._option, self._source, self._data = option, source_of(option), data
         self._read: dict[tuple[Split, int], list[Place]] = {}
-
-    @cached_property
-    def _files(self) -> list[str]:
-        """Files of records by their numbers."""
-        option = self._option
-        assert isinstance(option, InstructSettings | Seq2SeqSettings)
-        if not option.files:
-            assert isinstance(option, InstructSettings)
-            return list(names_of(option))
-        return [str(source.path) for files in find_records(option) for source in files]
 
     @cached_property
     def _corpus(self) -> Documents | None:
         """Whose documents are found by reading a piece of it again."""
-        option = self._option
-        if isinstance(option, TextSettings | PythonStdlibSettings):
-            return find_corpus(option)
-        if isinstance(option, HfSettings) and not option.streaming:
-            return hf_corpus(option, Cache(option.cache_dir))
-        return None
+        return self._source.text(Cache(self._option.cache_dir))
+
+    @cached_property
+    def _names(self) -> Sequence[Path | str]:
+        """What documents are in, by number: files, or splits of the datasets library."""
+        return self._source.origins() if self._corpus is None else self._corpus.names
 
     def place(self, split: Split, document: int) -> Place | None:
         """Of a document by its number in a split."""
@@ -63,7 +45,7 @@ class Origins:
         records = self._data.splits()[split].records
         if records is not None:
             file, line = records.array[2 * document : 2 * document + 2].tolist()
-            return self._files[file], line
+            return str(self._names[file]), line
         counts = self._data.meta.get("pieces")
         if counts is None or self._corpus is None:
             return None
@@ -79,13 +61,12 @@ class Origins:
             return []
         records = self._data.splits()[split].records
         if records is not None:
-            return [self._files[number] for number in records.array[::2].tolist()]
+            return [str(self._names[number]) for number in records.array[::2].tolist()]
         counts = self._data.meta.get("pieces")
         if counts is None or self._corpus is None:
             return []
-        files: Any = getattr(self._corpus, "all_files", None)
-        if files is not None and len(files) == 1:
-            return [str(files[0].path)] * sum(counts[split])
+        if len(self._names) == 1:
+            return [str(self._names[0])] * sum(counts[split])
         names = [place[0] for number in range(len(self._pieces)) for place in self._places(split, number)]
         if len(names) < sum(counts[split]):  # the end of the last document
             names.append(self._last()[0])
@@ -94,13 +75,12 @@ class Origins:
     def documents(self, path: Path, line: int | None) -> dict[Split, list[int]]:
         """Numbers of the documents that a record, or a whole file, has become, by split."""
         found: dict[Split, list[int]] = {}
-        of_files = getattr(self._option, "files", True) and not isinstance(self._option, HfSettings)
-        if self._data is None or not of_files:
+        if self._data is None or not all(isinstance(name, Path) for name in self._names):
             return found
         for split, tokens in self._data.splits().items():
             if tokens.records is not None:
                 records = tokens.records.array.reshape(-1, 2)
-                numbers = [n for n, each in enumerate(self._files) if Path(each) == path]
+                numbers = [n for n, each in enumerate(self._names) if each == path]
                 wanted = np.isin(records[:, 0], numbers)
                 if line is not None:
                     wanted &= records[:, 1] == line
@@ -110,7 +90,7 @@ class Origins:
                 found[split] = [
                     int(before[number]) + at
                     for number, piece in enumerate(self._pieces)
-                    if any(str(path) == self._name(part) for part in piece.parts)
+                    if any(path == self._names[part[0]] for part in piece.parts)
                     for at, place in enumerate(self._places(split, number))
                     if place[0] == str(path) and (line is None or place[1] in (None, line))
                 ]
@@ -125,11 +105,6 @@ class Origins:
         """Of the corpus's last document, whose end is held out."""
         numbers = reversed(range(len(self._pieces)))
         return next(found for number in numbers if (found := self._places("train", number)))[-1]
-
-    def _name(self, part: Any) -> str:
-        """The file that a part of a piece is of."""
-        files: Any = getattr(self._corpus, "all_files", None)  # of the datasets library none is known
-        return "" if files is None else str(files[part[0]].path)
 
     def _places(self, split: Split, number: int) -> list[Place]:
         """Of the documents of one piece that are in a split."""
@@ -149,13 +124,13 @@ class Origins:
     def _of_piece(self, piece: CorpusPiece) -> Iterator[tuple[Place, Document]]:
         """Every document of a piece with its place."""
         assert self._corpus is not None
-        if isinstance(self._option, HfSettings):
+        if not isinstance(self._names[0], Path):
             for document in self._corpus.read(piece, Damage()):
                 held_out, row = map(int, document.name.split(":"))
-                yield (names_of(self._option)[held_out], row), document
+                yield (str(self._names[held_out]), row), document
             return
         for part in piece.parts:
-            path = Path(self._name(part))
+            path = Path(self._names[part[0]])
             has_records = kind_of(path) in RECORDS
             before = rows_before(path, part[1]) if has_records and part[1].start else 0
             for document in self._corpus.read(piece._replace(parts=[part]), Damage()):

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 
-from forgather_cli.config.schema import Config, PipelineSettings
+from forgather_cli.config.schema import Config
 from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.launch.context import RankContext
 from forgather_cli.launch.exit_status import Kind
@@ -106,7 +106,7 @@ class HangReport:
         """What hang.json says, while it is true."""
         self._answered: str | None = None
         # ranks of a pipeline have different work
-        equal = rank.place.size > 1 and not isinstance(config.trainer, PipelineSettings)
+        equal = rank.place.size > 1 and not config.trainer.cuts_layers
         self._own_time = OwnTime(rank, _LOOKS) if equal else None
 
     def run(self, over: threading.Event) -> None:

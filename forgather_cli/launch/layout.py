@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forgather_cli.config.rules import world_problems
-from forgather_cli.config.schema import Config, SingleSettings, Target
+from forgather_cli.config.schema import Config, value_at
 from forgather_cli.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,21 +85,21 @@ def plan_layout(config: Config, given: frozenset[str] = frozenset(), place: Plac
 
 def ranks_per_node(config: Config) -> int:
     """Ranks that a launch here would start on each node."""
-    if isinstance(config.trainer, SingleSettings):
+    if config.trainer.is_one_process:
         return 1
     if config.nproc_per_node != "auto":
         return config.nproc_per_node
-    if isinstance(config.trainer, Target):
+    if config.trainer.is_one_process is None:
         return 1
     return (len(gpus()) if config.device in ("auto", "cuda") else 0) or _ON_CPU
 
 
 def _joined(config: Config, given: frozenset[str], place: Place) -> Layout:
     problems = []
-    if isinstance(config.trainer, SingleSettings) and place.size > 1:
+    if config.trainer.is_one_process and place.size > 1:
         problems.append(
-            f"trainer: single trains in one process, but {place.by} has started {place.size}; choose trainer=ddp, "
-            "fsdp2 or pipeline, or start one process"
+            f"trainer: {value_at(config, 'trainer')} trains in one process, but {place.by} has started {place.size}; "
+            "choose trainer=ddp, fsdp2 or pipeline, or start one process"
         )
     asked = config.nproc_per_node
     if "nproc_per_node" in given and asked != "auto" and asked * config.nnodes != place.size:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.config.schema import Config, SingleSettings
+from forgather_cli.config.schema import Config
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.launch import failures, hang
 from forgather_cli.launch.context import RankContext
@@ -97,7 +97,7 @@ def _process_group(config: Config, rank: RankContext) -> Iterator[None]:
     Collectives that wait longer than ``hang_timeout`` raise. After an error the group is left as it is: to tear it
     down may wait for ranks that are gone, and the process ends anyway.
     """
-    if isinstance(config.trainer, SingleSettings):
+    if config.trainer.is_one_process:
         yield
         return
     with doing("importing torch"):

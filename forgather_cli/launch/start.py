@@ -20,18 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from forgather_cli.checkpoint.choice import candidates, would_resume
 from forgather_cli.config.decided import decided, left_open
-from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import (
-    EVALUATED,
-    TOKEN_VARIABLE,
-    Config,
-    FP8Settings,
-    InstructSettings,
-    KernelLoss,
-    QATSettings,
-    QLoRASettings,
-    Target,
-)
+from forgather_cli.config.rules import owners, rule_problems
+from forgather_cli.config.schema import EVALUATED, TOKEN_VARIABLE, Config, Option, Target
 from forgather_cli.errors import CheckpointError, ConfigError, SetupError, did_you_mean
 from forgather_cli.hub import check_model
 from forgather_cli.launch.context import RankContext
@@ -52,10 +42,6 @@ from forgather_cli.terminal.folding import tell
 
 if TYPE_CHECKING:
     from forgather_cli.config.load import Loaded
-
-_KERNELS = {"liger": "liger-kernel", "cut_cross_entropy": "cut-cross-entropy"}
-_OF_KERNELS = ("triton",) if sys.platform == "linux" else ()
-"""Both packages import it, on a CPU too."""
 
 
 @lasting_output()
@@ -229,13 +215,14 @@ def as_begun(loaded: Loaded, run: RunDir) -> Loaded:
     from forgather_cli.config.decode import load_saved, to_tree
 
     data, begun = loaded.config.data, None
-    is_open = left_open(loaded.config) or isinstance(data, InstructSettings)
+    is_open = left_open(loaded.config) or data.template_date is None
     if is_open and run.config.exists() and not loaded.config.overwrite_output_dir:  # on whatever machine that was
         begun = load_saved(run.newest_config())
-    if isinstance(data, InstructSettings) and data.template_date is None:
+    if data.template_date is None:
         day = getattr(begun.data if begun else None, "template_date", None) or f"{datetime.now():%Y-%m-%d}"
-        loaded.tree["data"]["template_date"] = day
-        loaded = replace(loaded, config=replace(loaded.config, data=replace(data, template_date=day)))
+        changed: dict[str, Any] = {"template_date": day}
+        loaded.tree["data"] |= changed
+        loaded = replace(loaded, config=replace(loaded.config, data=replace(data, **changed)))
     config, decisions = decided(loaded.config, begun)
     if problems := rule_problems(config) if decisions else []:
         here = ", ".join(each.says for each in decisions)
@@ -356,16 +343,11 @@ def check_surroundings(config: Config) -> None:
     a model in the directory of ``model.path``, and packages, with the command that installs them.
     """
     check_model(config)
-    if isinstance(config.precision, FP8Settings | QATSettings) and find_spec("torchao") is None:
-        what = f"precision={config.precision.type}"
-        raise SetupError(f"{what}: needs the package torchao; pip install 'forgather[quantize]'")
-    if isinstance(config.adapter, QLoRASettings) and find_spec("bitsandbytes") is None:
-        raise SetupError("adapter=qlora: needs the package bitsandbytes; pip install 'forgather[qlora]'")
-    if isinstance(config.loss, KernelLoss):
-        for package in (_KERNELS[config.loss.type], *_OF_KERNELS):
+    for path, option in owners("", config):
+        for package in option.needs[1:] if isinstance(option, Option) else ():
             if find_spec(package.replace("-", "_")) is None:
-                what = f"loss={config.loss.type}"
-                raise SetupError(f"{what}: needs the package {package}; pip install 'forgather[kernels]'")
+                what = f"{path[:-1]}={option.type}: needs the package {package}"
+                raise SetupError(f"{what}; pip install 'forgather[{option.needs[0]}]'")
     # here, where a terminal can be asked; ranks have none
     trackers, said = config.callbacks.trackers, {"WANDB_API_KEY", "WANDB_MODE"} & os.environ.keys()
     asks = trackers is not None and "wandb" in trackers.names and "mode" not in trackers.init_kwargs.get("wandb", {})

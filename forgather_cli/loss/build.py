@@ -8,18 +8,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from forgather_cli.config.schema import (
-    CrossEntropySettings,
-    CutCrossEntropySettings,
-    LigerSettings,
-    LinearCrossEntropySettings,
-    LossOption,
-    Target,
-)
-from forgather_cli.hardware import chunk_tokens, gpu_of
+from forgather_cli.config.schema import CrossEntropySettings, LossOption, Target
 from forgather_cli.loss.base import Loss
-from forgather_cli.loss.kernels import CutCrossEntropy, Liger, check_device
-from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy, LossFn, UserFusedLoss, UserLoss
+from forgather_cli.loss.losses import LossFn, UserFusedLoss, UserLoss
 from forgather_cli.targets import import_target, make
 
 
@@ -39,20 +30,12 @@ def build_loss(
         return UserFusedLoss(fused_loss_factory)
     if loss_fn is not None:
         return UserLoss(loss_fn)
-    match option:
-        case Target():
-            found = import_target(option.path, "loss")
-            if isinstance(found, type):
-                return UserLoss(make(found, "loss", option.path, **option.kwargs))
-            return UserLoss(partial(found, **option.kwargs))
-        case LinearCrossEntropySettings(z_loss=z_loss, label_smoothing=smoothing, chunk_size=chunk_size):
-            size = chunk_size or chunk_tokens(gpu_of(str(device)))  # null: of a script's, or an evaluation's own
-            return LinearCrossEntropy(z_loss=z_loss, label_smoothing=smoothing, chunk_size=size)
-        case LigerSettings(z_loss=z_loss, label_smoothing=smoothing):
-            if device is not None:
-                check_device(device)
-            return Liger(z_loss=z_loss, label_smoothing=smoothing)
-        case CutCrossEntropySettings():
-            return CutCrossEntropy()
+    if isinstance(option, Target):
+        found = import_target(option.path, "loss")
+        if isinstance(found, type):
+            return UserLoss(make(found, "loss", option.path, **option.kwargs))
+        return UserLoss(partial(found, **option.kwargs))
     option = option or CrossEntropySettings()
-    return CrossEntropy(z_loss=option.z_loss, label_smoothing=option.label_smoothing)
+    maker, where = option.load_maker(), {"device": device} if option.takes_device else {}
+    made = partial(maker, **option.arguments(), **where)
+    return made() if isinstance(maker, type) else UserLoss(made)

@@ -25,13 +25,20 @@ from forgather_cli.loss.sums import product_dtype
 class Liger(Loss):
     """``LigerFusedLinearCrossEntropyLoss``: logits of N E / V tokens at a time (Hsu et al. 2024, arXiv:2410.10989).
 
-    Follows autocast by itself; sums gradients of weight and bias in fp32. Raises SetupError without liger-kernel.
+    Follows autocast by itself; sums gradients of weight and bias in fp32. Raises SetupError without liger-kernel, and
+    on a ``device`` that its kernels do not run on.
     """
 
     compiles = True
     is_separable = False  # its backward scales what the forward kept, in place
 
-    def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, device: torch.device | None = None
+    ) -> None:
+        if device is not None and device.type != "cuda":
+            raise SetupError(
+                f"loss=liger: needs a CUDA GPU and Triton, got device {device.type}; set loss=linear_cross_entropy"
+            )
         module = _imported("loss=liger", "liger_kernel.transformers", "liger-kernel")
         self.kernel = module.LigerFusedLinearCrossEntropyLoss(
             ignore_index=IGNORED,
@@ -103,14 +110,6 @@ class CutCrossEntropy(Loss):
                 impl="cce" if kind == "cuda" else "torch_compile",
             )
         return total.float()
-
-
-def check_device(device: torch.device) -> None:
-    """Raise SetupError where Liger's kernels do not run."""
-    if device.type != "cuda":
-        raise SetupError(
-            f"loss=liger: needs a CUDA GPU and Triton, got device {device.type}; set loss=linear_cross_entropy"
-        )
 
 
 def _imported(what: str, module: str, package: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.errors import ConfigError, ModelError, PartError
+from forgather_cli.hardware import chunk_tokens, gpu_of
 from forgather_cli.labels import label_shift, num_targets
 from forgather_cli.loss.base import Loss, check_fusable, head_and_hidden
 from forgather_cli.loss.model_io import MISFITS, explain_misfit, logits_of, model_kwargs, model_logits
@@ -63,16 +64,15 @@ class CrossEntropy(Loss):
 
 
 class LinearCrossEntropy(Loss):
-    """Head and cross entropy together, in chunks of tokens."""
+    """Head and cross entropy together, in chunks of tokens: None of those that suit ``device``."""
 
     compiles = True
 
-    def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, chunk_size: int = 256) -> None:
-        self._options: dict[str, Any] = {
-            "z_loss": z_loss,
-            "label_smoothing": label_smoothing,
-            "chunk_size": chunk_size,
-        }
+    def __init__(
+        self, *, z_loss: float = 0.0, label_smoothing: float = 0.0, chunk_size: int | None = 256, device: Any = None
+    ) -> None:
+        size = chunk_size or chunk_tokens(gpu_of(str(device)))
+        self._options: dict[str, Any] = {"z_loss": z_loss, "label_smoothing": label_smoothing, "chunk_size": size}
         self.is_likelihood = not (z_loss or label_smoothing)
         self.kernel: Any = linear_cross_entropy_sum
         self.piece = chunk_sum

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +17,7 @@ from forgather_cli.config.schema import (
     Config,
     DecoderSettings,
     EncoderDecoderSettings,
-    InstructSettings,
     ModelOption,
-    NoAdapter,
     PretrainedSettings,
     Target,
     TransformersSettings,
@@ -26,7 +26,7 @@ from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ModelError
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.encoder_decoder import Qwen3ForSeq2SeqLM
-from forgather_cli.models.files import opened, read_rows, tensor_files
+from forgather_cli.models.files import read_rows, tensor_files, whole_tensor
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import read_config, read_settings
 from forgather_cli.models.resize import NOISE, grown_vocabulary
@@ -44,7 +44,7 @@ def construct(
 ) -> nn.Module:
     """The model of a run without weights, on meta, on the device or on the CPU (``construct_model_on``)."""
     where = {"meta": torch.device("meta"), "device": device, "cpu": torch.device("cpu")}[config.construct_model_on]
-    if num_new and not isinstance(config.adapter, NoAdapter):
+    if num_new and config.adapter.freezes_base:
         rows = own_vocab_size(config.model) or 0  # a frozen base learns no new ones
         if (vocab_size or 0) > rows:
             raise ModelError(
@@ -78,10 +78,10 @@ def fill(config: Config, device: torch.device, module: nn.Module, seed: int, *, 
     A model of the user's keeps those of its constructor. ``num_known``: see ``initialize``.
     """
     draws_on_device = config.construct_model_on == "device" and device.type != "cpu"
-    draws_on_device = draws_on_device and isinstance(config.model, DecoderSettings)
+    draws_on_device = draws_on_device and not isinstance(config.model, Target) and config.model.draws_on_device
     if draws_on_device:
         log.info("construct_model_on=device draws other numbers than meta and cpu do")
-    num_known = num_known if isinstance(config.adapter, NoAdapter) else None  # beside an adapter no row changes
+    num_known = None if config.adapter.freezes_base else num_known  # beside an adapter no row changes
     initialize(config.model, module, seed, device_generator=draws_on_device, num_known=num_known)
 
 
@@ -99,26 +99,15 @@ def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int, nu
                 "model.vocab_size: unknown, since the data names no tokenizer; let data._target_ return a mapping with "
                 "'tokenizer' or 'vocab_size', or set model.vocab_size"
             )
-    if isinstance(option, DecoderSettings):
-        return _whole(option, vocab_size=vocab_size, seq_len=seq_len)
-    if isinstance(option, EncoderDecoderSettings):
-        if option.init_from is not None:
-            source = _qwen3_settings(option.init_from)
-            rows = max(source.vocab_size or 0, vocab_size)
-            option = option.with_shape(dataclasses.replace(source, vocab_size=rows))
-        return _whole(option, vocab_size=vocab_size, seq_len=seq_len)
-    if isinstance(option, PretrainedSettings):
-        settings = read_settings(option.path)
-        grown = grown_vocabulary(option, settings.vocab_size or 0, tokens=vocab_size, num_new=num_new)
-        settings = dataclasses.replace(settings, vocab_size=grown)
-        return _whole(settings, vocab_size=vocab_size, seq_len=seq_len)
-    if isinstance(option, TransformersSettings):
-        from forgather_cli.models.hf.build import build_causal_lm
-
-        return build_causal_lm(option, vocab_size=vocab_size, seq_len=seq_len, num_new=num_new)
+    sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
+    if not isinstance(option, Target):
+        maker, given = option.load_maker(), option.arguments()
+        wanted = inspect.signature(maker).parameters
+        offered = {**sizes, "num_new": num_new}.items()
+        built: nn.Module = maker(**given | {key: n for key, n in offered if key in wanted and given.get(key) is None})
+        return built
     factory = import_target(option.path, "model")
     wanted = inspect.signature(factory).parameters
-    sizes = {"vocab_size": vocab_size, "seq_len": seq_len}
     if not vocab_size:  # it asks for none, or its own default counts
         del sizes["vocab_size"]
     sizes = {key: value for key, value in sizes.items() if key in wanted and key not in option.kwargs}
@@ -128,15 +117,21 @@ def build_model(option: ModelOption, *, vocab_size: int | None, seq_len: int, nu
     return model
 
 
-def _whole(settings: DecoderSettings | EncoderDecoderSettings, *, vocab_size: int, seq_len: int) -> nn.Module:
-    if isinstance(settings, DecoderSettings):
-        return model_of(resolve_decoder(settings, vocab_size=vocab_size, seq_len=seq_len))
-    return model_of(settings.with_shape(resolve_decoder(settings.stack, vocab_size=vocab_size, seq_len=seq_len)))
+def decoder(option: DecoderSettings, vocab_size: int, seq_len: int) -> Decoder:
+    return Decoder(resolve_decoder(option, vocab_size=vocab_size, seq_len=seq_len))
 
 
-def model_of(settings: DecoderSettings | EncoderDecoderSettings) -> Decoder | Qwen3ForSeq2SeqLM:
-    """The model of resolved settings, on the device that is current."""
-    return Decoder(settings) if isinstance(settings, DecoderSettings) else Qwen3ForSeq2SeqLM(settings)
+def encoder_decoder(option: EncoderDecoderSettings, vocab_size: int, seq_len: int) -> Qwen3ForSeq2SeqLM:
+    if option.init_from is not None:
+        source = _qwen3_settings(option.init_from)
+        option = option.with_shape(replace(source, vocab_size=max(source.vocab_size or 0, vocab_size)))
+    return Qwen3ForSeq2SeqLM(option.with_shape(resolve_decoder(option.stack, vocab_size=vocab_size, seq_len=seq_len)))
+
+
+def pretrained(option: PretrainedSettings, vocab_size: int, seq_len: int, num_new: int) -> nn.Module:
+    found = read_settings(option.path)
+    rows = grown_vocabulary(option, found.vocab_size or 0, tokens=vocab_size, num_new=num_new)
+    return build_model(replace(found, vocab_size=rows), vocab_size=vocab_size, seq_len=seq_len)
 
 
 def _qwen3_settings(directory: str) -> DecoderSettings:
@@ -159,14 +154,8 @@ def own_vocab_size(option: ModelOption) -> int | None:
 
     0 for a ``_target_`` that asks for none.
     """
-    if isinstance(option, DecoderSettings | EncoderDecoderSettings):
-        return option.vocab_size
-    if isinstance(option, PretrainedSettings):
-        return read_settings(option.path).vocab_size
-    if isinstance(option, TransformersSettings):
-        from forgather_cli.models.hf.build import config_of
-
-        return config_of(option, vocab_size=0).get_text_config().vocab_size or None
+    if not isinstance(option, Target):
+        return weights_of(option).vocab_size()
     known = option.kwargs.get("vocab_size")
     if isinstance(known, int):
         return known
@@ -177,11 +166,10 @@ def own_vocab_size(option: ModelOption) -> int | None:
 def most_tokens(config: Config) -> int | None:
     """Tokens that the model knows or can learn, for the markers that chats add; None where it gets as many as there
     are: a directory's vocabulary grows, and fresh weights take the tokenizer's. Raises ModelError."""
-    if not isinstance(config.data, InstructSettings) or config.data.add_tokens is False:
+    if config.data.add_tokens is False:
         return 0
-    if isinstance(config.model, PretrainedSettings | TransformersSettings) and config.model.path is not None:
-        return None
-    return own_vocab_size(config.model)
+    grows = not isinstance(config.model, Target) and config.model.directory is not None
+    return None if grows else own_vocab_size(config.model)
 
 
 def initialize(
@@ -193,29 +181,93 @@ def initialize(
     ``device_generator`` where they live. ``num_known``: tokens that a directory's weights know, where the data added
     some; the rows of these are the mean of the others. Raises ModelError.
     """
-    if isinstance(option, PretrainedSettings):
-        load_pretrained(module, Path(option.path), seed=seed, num_known=num_known)
-    elif isinstance(option, TransformersSettings):
-        from forgather_cli.models.hf.model import CausalLM
-        from forgather_cli.models.hf.weights import load_causal_lm
-
-        assert isinstance(module, CausalLM)
-        if option.path is None:
-            module.draw_all(seed)
-        else:
-            load_causal_lm(module, option, seed=seed, num_known=num_known)
-    elif isinstance(option, EncoderDecoderSettings) and option.init_from is not None:
-        if option.cross_attention == "fresh":
-            init_parameters(module, seed, device_generator=device_generator)
-        load_both_stacks(module, Path(option.init_from).expanduser(), option.cross_attention, seed=seed)
-    else:
-        init_parameters(module, seed, device_generator=device_generator)
-    if isinstance(option, DecoderSettings | Target):
-        return
-    source = option.init_from if isinstance(option, EncoderDecoderSettings) else option.path
+    weights_of(option).fill(module, seed, device_generator=device_generator, num_known=num_known)
+    source = None if isinstance(option, Target) else option.directory
     if source is not None and (void := not_finite(dict(module.named_parameters()))):
         more = f" and {len(void) - 1} more" if len(void) > 1 else ""
         raise ModelError(f"model.path: {source}: {void[0]}{more} holds values that are not finite; give another model")
+
+
+class DrawnWeights:
+    """The weights of a model option, ``ModelSettings.weights``: here they are drawn, in subclasses read from its
+    directory. All raise ModelError."""
+
+    def __init__(self, option: Any) -> None:
+        self.option = option
+
+    def vocab_size(self) -> int | None:
+        """Tokens that the model knows by itself; None where it takes the tokenizer's."""
+        return self.option.vocab_size  # type: ignore[no-any-return]
+
+    def fill(self, module: Any, seed: int, *, device_generator: bool, num_known: int | None) -> None:
+        """Give the parameters of the model, or of a part of it, their first values; see ``initialize``."""
+        init_parameters(module, seed, device_generator=device_generator)
+
+    def reader(self, module: Any) -> Callable[[str], Tensor]:
+        """Reads whole tensors of the directory, one at a time, by the full name that ``module`` has for them."""
+        files = tensor_files(Path(self.option.directory).expanduser())
+        return lambda name: whole_tensor(files[name], name)
+
+
+class PretrainedWeights(DrawnWeights):
+    """Those of the decoder, or of our encoder-decoder, in a directory."""
+
+    def vocab_size(self) -> int | None:
+        return read_settings(self.option.path).vocab_size
+
+    def fill(self, module: Any, seed: int, *, device_generator: bool, num_known: int | None) -> None:
+        """By name, in the module's dtype.
+
+        The directory must hold exactly the tensors of the whole model; one tensor at a time is in memory, of a sharded
+        one the rows this rank holds. Rows beyond the directory's vocabulary (``resize_vocabulary``) follow from (seed,
+        name); with ``num_known`` those behind so many are their mean.
+        """
+        directory = Path(self.option.path).expanduser()
+        files, settings = tensor_files(directory), read_settings(directory)
+        names = _names_in_files(directory, settings, files)
+        targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if n in names}
+        rows, known = settings.vocab_size, {} if num_known is None else dict.fromkeys(_OF_TOKENS, num_known)
+        noise = 0.0 if known else NOISE
+        read_rows(targets, names, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
+
+
+class StackWeights(DrawnWeights):
+    """Those of an encoder-decoder: drawn, or both stacks, embedding and head from a Qwen3 directory."""
+
+    @torch.no_grad()
+    def fill(self, module: Any, seed: int, *, device_generator: bool, num_known: int | None) -> None:
+        """The cross-attention is drawn (``fresh``) or copied from the self-attention, ``zero``: but for its output,
+        which is 0. Rows for tokens that the directory's tokenizer does not have follow from (seed, name)."""
+        cross_attention = self.option.cross_attention
+        if self.option.init_from is None or cross_attention == "fresh":
+            init_parameters(module, seed, device_generator=device_generator)
+        if self.option.init_from is None:
+            return
+        directory = Path(self.option.init_from).expanduser()
+        files, settings = tensor_files(directory), _qwen3_settings(str(directory))
+        known = _names_in_files(directory, settings, files)
+        targets: dict[str, torch.Tensor] = {}
+        stored: dict[str, str] = {}
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            source = name.replace("model.encoder.", "model.").replace("model.decoder.", "model.")
+            if ".cross_att" in name:
+                if cross_attention == "fresh":
+                    continue
+                if cross_attention == "zero" and ".o_proj." in name:
+                    tensor.zero_()
+                    continue
+                source = source.replace("cross_attn", "self_attn")
+                source = source.replace("cross_attention_layernorm", "input_layernorm")
+            if source in known:  # a tied head is not
+                targets[name], stored[name] = tensor, known[source]
+        rows, tokens = settings.vocab_size, _num_tokens(directory)
+        trained = None if tokens is None else dict.fromkeys(_OF_TOKENS, tokens)
+        read_rows(targets, stored, files, vocab_size=rows, known=trained, seed=seed, remedy=_REMEDY)
+
+
+def weights_of(option: ModelOption) -> DrawnWeights:
+    """The weights of ``option``; a model of the user's has drawn its own."""
+    return DrawnWeights(option) if isinstance(option, Target) else resolve_name(option.weights)(option)
 
 
 def directory_option(directory: Path) -> PretrainedSettings | TransformersSettings:
@@ -238,81 +290,6 @@ def directory_option(directory: Path) -> PretrainedSettings | TransformersSettin
     return PretrainedSettings(path=str(directory))
 
 
-def load_pretrained(module: nn.Module, path: str | Path, *, seed: int = 0, num_known: int | None = None) -> None:
-    """Copy the weights of a Hugging Face directory into a decoder or a part of one, by name, in the module's dtype.
-
-    The directory must hold exactly the tensors of the whole model; one tensor at a time is in memory, of a sharded one
-    the rows this rank holds. Rows beyond the directory's vocabulary (``resize_vocabulary``) follow from (seed, name);
-    with ``num_known`` those behind so many are their mean. Raises ModelError with the missing, extra or wrong-shaped
-    tensors.
-    """
-    directory = Path(path).expanduser()
-    files = tensor_files(directory)
-    settings = read_settings(directory)
-    names = _names_in_files(directory, settings, files)
-    targets = {n: t for n, t in module.state_dict(keep_vars=True).items() if n in names}
-    rows, known = settings.vocab_size, {} if num_known is None else dict.fromkeys(_OF_TOKENS, num_known)
-    noise = 0.0 if known else NOISE
-    read_rows(targets, names, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
-
-
-def tensor_reader(option: ModelOption, module: nn.Module) -> Callable[[str], Tensor]:
-    """Reads whole tensors of a model's directory, one at a time, by the full name that ``module`` has for them.
-
-    Where transformers would convert some (experts stored one by one), it reads all into memory first. Raises
-    ModelError.
-    """
-    assert isinstance(option, PretrainedSettings | TransformersSettings)
-    directory = Path(option.path or "").expanduser()
-    files = tensor_files(directory)
-    if isinstance(option, PretrainedSettings):
-        known = _names_in_files(directory, read_settings(directory), files)
-    else:
-        from forgather_cli.models.hf.model import CausalLM
-        from forgather_cli.models.hf.weights import stored_names, whole_by_transformers
-
-        assert isinstance(module, CausalLM)
-        names = stored_names(module, files)
-        if names is None:
-            return whole_by_transformers(option).__getitem__
-        known = names
-
-    def read(name: str) -> Tensor:
-        with opened(files[known[name]]) as tensors:
-            found: Tensor = tensors.get_tensor(known[name])
-            return found
-
-    return read
-
-
-@torch.no_grad()
-def load_both_stacks(module: nn.Module, directory: Path, cross_attention: str, *, seed: int = 0) -> None:
-    """Copy the weights of a Qwen3 directory into both stacks of an encoder-decoder, and into its embedding and head.
-
-    ``cross_attention``: ``self`` copies it from the self-attention, ``zero`` too but for its output, which is 0, and
-    ``fresh`` leaves it as it is. Rows for tokens that the directory's tokenizer does not have follow from (seed, name).
-    Raises ModelError.
-    """
-    files, settings = tensor_files(directory), _qwen3_settings(str(directory))
-    known = _names_in_files(directory, settings, files)
-    targets: dict[str, torch.Tensor] = {}
-    stored: dict[str, str] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        source = name.replace("model.encoder.", "model.").replace("model.decoder.", "model.")
-        if ".cross_att" in name:
-            if cross_attention == "fresh":
-                continue
-            if cross_attention == "zero" and ".o_proj." in name:
-                tensor.zero_()
-                continue
-            source = source.replace("cross_attn", "self_attn").replace("cross_attention_layernorm", "input_layernorm")
-        if source in known:  # a tied head is not
-            targets[name], stored[name] = tensor, known[source]
-    rows, tokens = settings.vocab_size, _num_tokens(directory)
-    trained = None if tokens is None else dict.fromkeys(_OF_TOKENS, tokens)
-    read_rows(targets, stored, files, vocab_size=rows, known=trained, seed=seed, remedy=_REMEDY)
-
-
 def _num_tokens(directory: Path) -> int | None:
     """The largest id of a directory's tokenizer + 1; None where it has no tokenizer.json."""
     path = directory / "tokenizer.json"
@@ -329,7 +306,7 @@ def _names_in_files(
 ) -> dict[str, str]:
     """Parameter name -> the name it has in the files. Raises ModelError for missing and extra tensors."""
     with torch.device("meta"):
-        whole = model_of(settings)
+        whole = build_model(settings, vocab_size=1, seq_len=1)
     names = {name: name for name, _ in whole.named_parameters()}
     head, embedding = _OF_TOKENS
     ignored: set[str] = set()

@@ -64,6 +64,11 @@ def opened(path: Path) -> Iterator[Any]:
         yield tensors
 
 
+def whole_tensor(file: Path, name: str) -> Tensor:
+    with opened(file) as tensors:
+        return tensors.get_tensor(name)  # type: ignore[no-any-return]
+
+
 @torch.no_grad()
 def read_rows(
     targets: Mapping[str, Tensor],

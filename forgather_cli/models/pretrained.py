@@ -282,15 +282,9 @@ def _hf_rope(s: DecoderSettings) -> dict[str, Any]:
     return {"rope_type": scaling.rope_type, **given}
 
 
-def hf_config(
-    settings: DecoderSettings,
-    *,
-    bos_token_id: int | None = None,
-    eos_token_id: int | None = None,
-    pad_token_id: int | None = None,
-    dtype: str = "float32",
-) -> dict[str, Any]:
-    """config.json of resolved ``settings``, for transformers 4.50 and later. Raises ModelError if no family fits."""
+def hf_config(settings: DecoderSettings, tokenizer: Any = None, *, dtype: str = "float32") -> dict[str, Any]:
+    """config.json of resolved ``settings``, for transformers 4.50 and later, with the ids of the tokenizer's special
+    tokens. Raises ModelError if no family fits."""
     s, family = settings, family_of(settings)
     rope = _hf_rope(s)
     config = {
@@ -302,15 +296,17 @@ def hf_config(
         "rope_parameters": {**rope, "rope_theta": s.rope_theta},
         "rope_theta": s.rope_theta,
         "rope_scaling": None if rope["rope_type"] == "default" else rope,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": pad_token_id,
+        **_special_tokens(tokenizer),
         "torch_dtype": dtype,
         "dtype": dtype,
     }
     if s.residual_dropout:
         config["residual_dropout"] = s.residual_dropout
     return {**config, **_family_keys(family.model_type, s)}
+
+
+def _special_tokens(tokenizer: Any) -> dict[str, int | None]:
+    return {name: getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _family_keys(model_type: str, s: DecoderSettings) -> dict[str, Any]:
@@ -331,39 +327,28 @@ def _family_keys(model_type: str, s: DecoderSettings) -> dict[str, Any]:
 def write_config(
     directory: str | Path,
     settings: DecoderSettings | EncoderDecoderSettings,
-    *,
-    bos_token_id: int | None = None,
-    eos_token_id: int | None = None,
-    pad_token_id: int | None = None,
+    tokenizer: Any = None,
     dtype: str = "float32",
 ) -> None:
     """Write config.json and generation_config.json into an existing directory."""
-    ids = {"bos_token_id": bos_token_id, "eos_token_id": eos_token_id, "pad_token_id": pad_token_id}
+    ids = _special_tokens(tokenizer)
     generation: dict[str, Any] = {key: value for key, value in ids.items() if value is not None}
     if isinstance(settings, EncoderDecoderSettings):
-        config = _encoder_decoder_config(settings, ids, dtype)
-        generation["decoder_start_token_id"] = pad_token_id or 0
+        config = _encoder_decoder_config(settings, tokenizer, dtype)
+        generation["decoder_start_token_id"] = ids["pad_token_id"] or 0
         shutil.copyfile(MODELING_FILE, Path(directory) / MODELING_FILE.name)
     else:
-        config = hf_config(settings, **ids, dtype=dtype)
+        config = hf_config(settings, tokenizer, dtype=dtype)
     _write_json(Path(directory) / "config.json", config)
     _write_json(Path(directory) / "generation_config.json", {"_from_model_config": True, **generation})
 
 
-def _encoder_decoder_config(s: EncoderDecoderSettings, ids: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _encoder_decoder_config(s: EncoderDecoderSettings, tokenizer: Any, dtype: str) -> dict[str, Any]:
     """config.json, flat: transformers 5.23 rewrites keys that begin with ``decoder_`` and a part named ``decoder``."""
-    shape = hf_config(s.stack, **ids, dtype=dtype)
-    for key in (
-        "use_sliding_window",
-        "sliding_window",
-        "max_window_layers",
-        "layer_types",
-        "rope_theta",
-        "rope_scaling",
-    ):
-        del shape[key]
+    shape = hf_config(s.stack, tokenizer, dtype=dtype)
+    gone = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types", "rope_theta", "rope_scaling")
     return {
-        **shape,
+        **{key: value for key, value in shape.items() if key not in gone},
         "architectures": ["Qwen3ForSeq2SeqLM"],
         "model_type": ENCODER_DECODER,
         "auto_map": AUTO_MAP,
@@ -394,9 +379,8 @@ def write_model_files(model: nn.Module, processing_class: Any, directory: Path, 
     if not with_config:
         pass
     elif isinstance(model, Decoder | Qwen3ForSeq2SeqLM):
-        names = ("bos_token_id", "eos_token_id", "pad_token_id")
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        write_config(directory, model.settings, **{n: getattr(processing_class, n, None) for n in names}, dtype=dtype)
+        write_config(directory, model.settings, processing_class, dtype)
     elif callable(save_files := getattr(model, "save_files", None)):  # a class of transformers in models/hf
         save_files(directory, processing_class)
     else:

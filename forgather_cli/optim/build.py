@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Self
 
 import torch
@@ -11,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from forgather_cli.config.schema import (
-    AdamWSettings,
-    MuonSettings,
+    DEFAULT_GROUP,
     OptimizerOption,
+    OptimizerSettings,
     Target,
     groups_of,
     label,
@@ -21,7 +21,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import ConfigError, PartError, SetupError
 from forgather_cli.optim.eager import unguard_step, unguarded_construction
-from forgather_cli.optim.groups import Assignment, assign, empty_groups
+from forgather_cli.optim.groups import Assignment, assign
 from forgather_cli.optim.state import ParameterOptimizer
 from forgather_cli.shards import is_sharded, row_group
 from forgather_cli.targets import call, import_target, make
@@ -85,11 +85,11 @@ def build_optimizer(
     assignments = assign(option, named_parameters, lr=lr, weight_decay=weight_decay)
     if not assignments:
         raise SetupError("optimizer: the model has no trainable parameter; unfreeze some")
-    groups = groups_of(option)
+    used = {assignment.group for assignment in assignments}
     shipped = shipped_groups(getattr(option, "type", None))  # of the user's own a warning; the shipped ones may
-    for name in empty_groups(option, assignments):
-        if shipped.get(name) != groups[name]:
-            log.warning("optimizer.groups.%s.regex: %r matches no free parameter", name, groups[name].regex)
+    for name, group in groups_of(option).items():
+        if name not in used and shipped.get(name) != group:
+            log.warning("optimizer.groups.%s.regex: %r matches no free parameter", name, group.regex)
     together: list[tuple[Any, list[Assignment]]] = []  # a torch optimizer for each kind or _target_ with arguments
     for assignment in assignments:
         key = assignment.option if isinstance(assignment.option, Target) else assignment.kind
@@ -104,22 +104,22 @@ def build_optimizer(
 
 def _build(assignments: list[Assignment]) -> Optimizer:
     """The torch optimizer of assignments that one can serve."""
-    factory = _factory(assignments[0])
+    option = assignments[0].trained_by
+    factory = import_target(option.path, "optimizer") if isinstance(option, Target) else option.load_maker()
     groups = []
     # torch checks values of arguments, not of groups: let it see every group's settings as arguments
     for assignment in reversed(assignments):  # the default group first: what is wrong there is wrong for all
-        if not isinstance(assignment.option, Target):
-            name = assignment.name
-            where = "optimizer" if name.split(".")[0] == "default" else f"optimizer (group {name})"
+        if not isinstance(option, Target):
+            where = "optimizer" if assignment.group == DEFAULT_GROUP else f"optimizer (group {assignment.name})"
             call(factory, where, [nn.Parameter(torch.zeros(1, 1))], **assignment.settings)
     for assignment in assignments:
         settings = assignment.settings | _fused(assignment)
         groups.append({"params": [p for _, p in assignment.parameters], "name": assignment.name, **settings})
     defaults = {key: value for key, value in groups[0].items() if key not in ("params", "name")}
-    option = assignments[0].option
     if isinstance(option, Target):
         optimizer = make(factory, "optimizer", option.path, groups, **defaults)
     else:
+        _check_rows(option, assignments)
         optimizer = call(factory, "optimizer", groups, **defaults)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -143,22 +143,14 @@ def check_rates(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-def _factory(assignment: Assignment) -> Callable[..., Any]:
-    if isinstance(assignment.option, Target):
-        return import_target(assignment.option.path, "optimizer")
-    if assignment.kind != "muon":
-        optim = torch.optim
-        return {"adamw": optim.AdamW, "adafactor": optim.Adafactor, "sgd": optim.SGD}[assignment.kind]
-    from forgather_cli.optim.muon import Muon
-
-    for name, parameter in assignment.parameters:
-        if is_sharded(parameter) and row_group(parameter) is None:
+def _check_rows(option: OptimizerSettings, assignments: list[Assignment]) -> None:
+    for name, parameter in (each for assignment in assignments for each in assignment.parameters):
+        if option.needs_rows and is_sharded(parameter) and row_group(parameter) is None:
             raise SetupError(
-                f"optimizer=muon: {name} must be sharded by rows along one dimension of the mesh, got "
+                f"optimizer={option.type}: {name} must be sharded by rows along one dimension of the mesh, got "
                 f"{getattr(parameter, 'placements', None)}; choose optimizer=adamw, or name another optimizer for it "
                 "in optimizer.groups"
             )
-    return Muon
 
 
 def _fused(assignment: Assignment) -> dict[str, Any]:
@@ -166,13 +158,13 @@ def _fused(assignment: Assignment) -> dict[str, Any]:
 
     Source: torch.optim.AdamW, note on foreach and fused (torch 2.13).
     """
-    option = assignment.option
-    if assignment.kind != "adamw" or not isinstance(option, (AdamWSettings, MuonSettings)):
+    option = assignment.trained_by
+    if isinstance(option, Target) or "fused" not in (arguments := option.arguments()):
         return {}
     misfits = [p for _, p in assignment.parameters if not (p.is_floating_point() and p.device.type in _FUSED_DEVICES)]
-    if option.fused and misfits:
+    if arguments["fused"] and misfits:
+        misfit = f"{misfits[0].dtype} on {misfits[0].device}"
         raise ConfigError(
-            f"optimizer.fused: {label(option)} has no fused kernel for {misfits[0].dtype} on {misfits[0].device}; "
-            "set optimizer.fused=null"
+            f"optimizer.fused: {label(assignment.option)} has no fused kernel for {misfit}; set optimizer.fused=null"
         )
-    return {"fused": True if option.fused is not False and not misfits else None}
+    return {"fused": True if arguments["fused"] is not False and not misfits else None}

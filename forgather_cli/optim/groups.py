@@ -1,28 +1,24 @@
 """Which parameter belongs to which optimizer group, and with which settings. Needs no torch.
 
 ``optimizer.groups`` maps a name to a regex on the full parameter name (and ``vectors``: what has one dimension); the
-first match wins, what no group takes forms the group ``default``. A group of ``muon`` is served by two optimizers and
-named ``<group>.muon`` (hidden matrices) and ``<group>.adamw`` (the rest).
+first match wins, what no group takes forms the group ``default``. A group of ``muon``, which brings another optimizer,
+is served by two and named ``<group>.muon`` (hidden matrices) and ``<group>.adamw`` (the rest).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.schema import (
     DEFAULT_GROUP,
     EVERYWHERE,
-    AdafactorSettings,
-    AdamWSettings,
     GroupSettings,
-    MuonSettings,
     OptimizerOption,
-    SGDSettings,
+    OptimizerSettings,
     Target,
     groups_of,
     label,
@@ -33,20 +29,20 @@ from forgather_cli.targets import accepts, import_target
 if TYPE_CHECKING:
     from torch import nn
 
-_NOT_HIDDEN = re.compile(r"(^|\.)(\w*embed\w*|wte|wpe|(lm_)?head|score|classifier)(\.|$)")
-_ADAFACTOR_EPS = (2.0**-23, 1e-3)
-"""Adafactor's defaults for fp32 parameters. For bf16 ones torch 2.13 takes 2^-7, more than most gradients, which it
-then does not normalise any more (``torch/optim/_adafactor.py: eps1 = torch.finfo(param.dtype).eps``)."""
-
 
 @dataclass(frozen=True)
 class Assignment:
     """The parameters of one config group that one kind of optimizer trains."""
 
     name: str
+    group: str
+    """The config group, which has two names where its option brings another."""
     kind: str
-    """adamw, adafactor, muon, sgd, or the last part of a ``_target_``."""
+    """adamw, adafactor, muon, ..., or the last part of a ``_target_``."""
     option: OptimizerOption
+    """The group's."""
+    trained_by: OptimizerOption
+    """The option, or the one that it brings."""
     settings: dict[str, Any]
     """What the torch optimizer takes for this group: lr, weight_decay, betas, ..."""
     parameters: list[tuple[str, nn.Parameter]]
@@ -98,7 +94,8 @@ def assign(
     groups = groups_of(option)
     made: list[Assignment] = []
     for group_name, parameters in members_of(groups, named_parameters).items():
-        made += _assign_group(group_name, groups, option, parameters, lr, weight_decay)
+        if parameters:
+            made += _assign_group(group_name, groups, option, parameters, lr, weight_decay)
     return made
 
 
@@ -134,55 +131,37 @@ def _assign_group(
     group = groups.get(name, GroupSettings(regex=""))
     option = group.optimizer or option
     has_vectors = any(each.vectors for each in groups.values())
-    kinds: dict[str, list[tuple[str, nn.Parameter]]] = {}
-    for parameter_name, parameter in parameters:
-        kind = _kind(option, parameter_name, parameter, has_vectors=has_vectors)
-        kinds.setdefault(kind, []).append((parameter_name, parameter))
+    own = {key: value for key, value in group.settings.items() if key not in EVERYWHERE}
     if isinstance(option, Target):  # its own arguments stand for all groups, as the run's settings do otherwise
         lr, weight_decay = option.kwargs.get("lr", lr), option.kwargs.get("weight_decay", weight_decay)
     common = {
         "lr": group.settings.get("lr", lr * group.settings.get("lr_scale", 1.0)),
         "weight_decay": group.settings.get("weight_decay", weight_decay),
     }
-    own = {key: value for key, value in group.settings.items() if key not in EVERYWHERE}
-    for kind in sorted(kinds, reverse=True):  # muon before adamw
-        full_name = f"{name}.{kind}" if isinstance(option, MuonSettings) else name
-        settings = _torch_settings(option, kind, common, own, f"optimizer.groups.{name}.settings")
-        yield Assignment(full_name, kind, option, settings, kinds[kind])
+    if isinstance(option, Target):
+        settings = _target_settings(option, common, own, f"optimizer.groups.{name}.settings")
+        yield Assignment(name, name, label(option), option, option, settings, parameters)
+        return
+    lists = {key: tuple(value) for key, value in own.items() if isinstance(value, list)}
+    option = dataclasses.replace(option, **own | lists)
+    served: dict[str, tuple[OptimizerSettings, list[tuple[str, nn.Parameter]]]] = {}
+    for parameter_name, parameter in parameters:
+        trained_by = option.for_parameter(parameter_name, parameter.shape, has_vectors=has_vectors)
+        served.setdefault(trained_by.type, (trained_by, []))[1].append((parameter_name, parameter))
+    for kind, (trained_by, members) in sorted(served.items(), key=lambda item: item[0] != option.type):
+        full_name = f"{name}.{kind}" if option.brings_another else name
+        # fused is chosen where the parameters are, and no setting of a group
+        settings = common | {key: value for key, value in trained_by.arguments().items() if key != "fused"}
+        yield Assignment(full_name, name, kind, option, trained_by, settings, members)
 
 
-def _kind(option: OptimizerOption, name: str, parameter: nn.Parameter, *, has_vectors: bool) -> str:
-    """Which optimizer of ``option``; Muon is for hidden matrices only (https://kellerjordan.github.io/posts/muon/).
-
-    ``has_vectors``: biases, one of each expert, are none; a run begun before goes on with what Muon has of them.
-    """
-    if isinstance(option, MuonSettings):
-        is_hidden = len(parameter.shape) == 2 and not _NOT_HIDDEN.search(name)
-        return "muon" if is_hidden and not (has_vectors and name.endswith("bias")) else "adamw"
-    return label(option)
-
-
-def _torch_settings(
-    option: OptimizerOption, kind: str, common: dict[str, Any], own: dict[str, Any], where: str
-) -> dict[str, Any]:
-    """The group's keyword arguments of the torch optimizer, in its names."""
-    if isinstance(option, Target):  # the user's arguments, and what their optimizer accepts of ours
-        factory = import_target(option.path, "optimizer")
-        for key in own:
-            if not accepts(factory, key):
-                raise ConfigError(f"{where}.{key}: {label(option)} has no such setting; see its signature")
-        return {**option.kwargs, **{key: value for key, value in common.items() if accepts(factory, key)}, **own}
-    merged = dataclasses.replace(option, **own)
-    if isinstance(merged, AdafactorSettings):
-        return {**common, "beta2_decay": merged.beta2_decay, "d": merged.clipping_threshold, "eps": _ADAFACTOR_EPS}
-    if kind == "adamw":
-        assert isinstance(merged, (AdamWSettings, MuonSettings))
-        return {**common, "betas": tuple(merged.betas), "eps": merged.eps}
-    if isinstance(merged, MuonSettings):
-        names = ("momentum", "momentum_warmup_steps", "nesterov", "cautious_weight_decay", "ns_steps")
-        return {**common, **{name: getattr(merged, name) for name in names}, "adjust_lr_fn": merged.adjust_lr}
-    assert isinstance(merged, SGDSettings)
-    return {**common, "momentum": merged.momentum, "nesterov": merged.nesterov}
+def _target_settings(option: Target, common: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, Any]:
+    """The user's arguments, and what their optimizer accepts of ours."""
+    factory = import_target(option.path, "optimizer")
+    for key in own:
+        if not accepts(factory, key):
+            raise ConfigError(f"{where}.{key}: {label(option)} has no such setting; see its signature")
+    return {**option.kwargs, **{key: value for key, value in common.items() if accepts(factory, key)}, **own}
 
 
 # ------------------------------------------------------------------------------------------------------ description
@@ -200,8 +179,10 @@ def describe(
     rows: dict[str, ParameterRow] = {}
     for assignment in assign(option, parameters, lr=lr, weight_decay=weight_decay):
         for name, parameter in assignment.parameters:
-            numbers = _state_numbers(assignment, parameter.shape)
-            step = 4 if assignment.kind in ("adamw", "adafactor") else 0  # its counter, of each parameter
+            size, trained_by = None, assignment.trained_by
+            if not isinstance(trained_by, Target):
+                numbers = trained_by.state_numbers(parameter.shape)
+                size = numbers * parameter.element_size() + 4 * trained_by.counts_steps
             rows[name] = ParameterRow(
                 name=name,
                 shape=tuple(parameter.shape),
@@ -209,24 +190,6 @@ def describe(
                 optimizer=assignment.kind,
                 lr=float(assignment.settings.get("lr", 0.0)),
                 weight_decay=assignment.settings.get("weight_decay"),
-                state_bytes=None if numbers is None else numbers * parameter.element_size() + step,
+                state_bytes=size,
             )
     return [rows[name] for name, _ in parameters]
-
-
-def empty_groups(option: OptimizerOption, assignments: list[Assignment]) -> list[str]:
-    """Names of the config groups whose regex matched no parameter that was still free."""
-    used = {assignment.name for assignment in assignments}
-    return [name for name in groups_of(option) if not used & {name, f"{name}.muon", f"{name}.adamw"}]
-
-
-def _state_numbers(assignment: Assignment, shape: Sequence[int]) -> int | None:
-    """Numbers that the optimizer remembers for a parameter, its step counter aside."""
-    numel = math.prod(shape)
-    if isinstance(assignment.option, Target):
-        return None
-    if assignment.kind == "adafactor" and len(shape) >= 2:
-        return numel // shape[-1] + numel // shape[-2]
-    if assignment.kind == "sgd":
-        return numel if assignment.settings["momentum"] else 0
-    return {"adamw": 2, "adafactor": 1}.get(assignment.kind, assignment.option.moments) * numel

@@ -15,21 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from forgather_cli.config.schema import (
-    DEFAULT_GROUP,
-    ConstantSettings,
-    CosineSettings,
-    InfiniteSettings,
-    InverseSqrtSettings,
-    LinearSettings,
-    SchedulerOption,
-    Target,
-    TransformersScheduleSettings,
-    WSDSettings,
-)
+from forgather_cli.config.schema import DEFAULT_GROUP, SchedulerOption, SchedulerSettings, Target
 from forgather_cli.documents.fields import AMOUNT, ANYTHING, COUNT, FieldKind, check_fields, list_of, object_of
 from forgather_cli.errors import ConfigError, SetupError
-from forgather_cli.optim import transformers_schedules
 from forgather_cli.optim.state import ParameterOptimizer, in_schedule
 from forgather_cli.targets import import_target, make
 
@@ -37,78 +25,93 @@ log = logging.getLogger(__name__)
 
 Factor = Callable[[int], float]
 """Optimizer steps done -> multiple of the initial learning rate."""
+Total = Callable[[], int]
+"""The number of the run's optimizer steps; raises SetupError where it is unknown."""
 
 
 # ----------------------------------------------------------------------------------------------------------- shapes
 
 
-def schedule_factor(option: SchedulerOption, *, total_steps: int | None) -> Factor:
-    """The factor of a shipped schedule over a run of ``total_steps`` optimizer steps.
+def schedule_factor(option: SchedulerSettings, *, total_steps: int | None) -> Factor:
+    """The factor of a schedule over a run of ``total_steps`` optimizer steps.
 
     Raises SetupError naming ``max_steps`` if the shape depends on a length that is unknown (None).
     """
-    assert not isinstance(option, Target)
-    warmup = _steps(option.warmup_steps, "warmup_steps", total_steps)
+    warmup = whole_steps(option.warmup_steps, "warmup_steps", total_steps)
 
     def total() -> int:
         if total_steps is None:
-            name = option.name if isinstance(option, TransformersScheduleSettings) else option.type
             raise SetupError(
-                f"lr_scheduler: {name} needs the number of optimizer steps, and the data has no known length; set "
-                "max_steps, or choose lr_scheduler=constant, inverse_sqrt or infinite"
+                f"lr_scheduler: {option.label} needs the number of optimizer steps, and the data has no known length; "
+                "set max_steps, or choose lr_scheduler=constant, inverse_sqrt or infinite"
             )
         return total_steps
 
-    if isinstance(option, TransformersScheduleSettings):
-        return transformers_schedules.factor(option, warmup, total)
-    after = _shape(option, warmup, total)
-    return (lambda step: (step + 1) / warmup if step < warmup else after(step)) if warmup else after
+    after: Factor = option.load_maker()(warmup=warmup, total=total, **option.arguments())
+    if option.warms_up or not warmup:
+        return after
+    return lambda step: (step + 1) / warmup if step < warmup else after(step)
 
 
-def _shape(option: Any, warmup: int, total: Callable[[], int]) -> Factor:
-    """What follows the warmup."""
-    match option:
-        case ConstantSettings():
-            return lambda step: 1.0
-        case CosineSettings(min_lr_ratio=low):
-            # half a cosine from 1 to low; Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5
-            length = total() - warmup
-            return lambda step: low + (1 - low) * _half_cosine(_progress(step, warmup, length))
-        case LinearSettings(min_lr_ratio=low):
-            length = total() - warmup  # a line from 1 to low; transformers, get_linear_schedule_with_warmup
-            return lambda step: 1.0 - (1 - low) * _progress(step, warmup, length)
-        case InverseSqrtSettings():
-            # 1 / sqrt((k - warmup + timescale) / timescale); transformers, get_inverse_sqrt_schedule
-            timescale = option.timescale or max(1, warmup)
-            return lambda step: math.sqrt(timescale / (step - warmup + timescale))
-        case WSDSettings(min_lr_ratio=low):
-            # constant, then a decay over the last decay_steps, or as many as the warmup leaves; Hu et al. 2024, arXiv
-            # 2404.06395; sqrt is the 1-sqrt of Hägele et al. 2024, arXiv 2405.18392
-            decay, curve = _steps(option.decay_steps, "decay_steps", total()), _DECAYS[option.decay_shape]
-            start = max(warmup, total() - decay)
-            length = total() - start
-            return lambda step: low + (1 - low) * curve(_progress(step, start, length))
-    assert isinstance(option, InfiniteSettings)
-    # Half a cosine down to a constant that may go on for ever, and a final anneal where one is asked for; Ibrahim et
-    # al. 2024, arXiv 2403.08763. The anneal is a line from the rate at anneal_start_step rather than the paper's
-    # exponential, which cannot reach 0.
-    floor, cooldown = option.constant_lr_ratio, option.cooldown_steps
+def constant(*, warmup: int, total: Total) -> Factor:
+    """1."""
+    return lambda step: 1.0
+
+
+def cosine(*, warmup: int, total: Total, min_lr_ratio: float) -> Factor:
+    """Half a cosine from 1 to ``min_lr_ratio``; Loshchilov and Hutter 2017, arXiv 1608.03983, equation 5."""
+    length = total() - warmup
+    return lambda step: min_lr_ratio + (1 - min_lr_ratio) * half_cosine(progress(step, warmup, length))
+
+
+def linear(*, warmup: int, total: Total, min_lr_ratio: float) -> Factor:
+    """A line from 1 to ``min_lr_ratio``; transformers, ``get_linear_schedule_with_warmup``."""
+    length = total() - warmup
+    return lambda step: 1.0 - (1 - min_lr_ratio) * progress(step, warmup, length)
+
+
+def inverse_sqrt(*, warmup: int, total: Total, timescale: int | None) -> Factor:
+    """1 / sqrt((k - warmup + timescale) / timescale); transformers, ``get_inverse_sqrt_schedule``."""
+    scale = timescale or max(1, warmup)
+    return lambda step: math.sqrt(scale / (step - warmup + scale))
+
+
+def wsd(*, warmup: int, total: Total, decay_steps: float, decay_shape: str, min_lr_ratio: float) -> Factor:
+    """Constant, then a decay over the last ``decay_steps``, or as many as the warmup leaves; Hu et al. 2024, arXiv
+    2404.06395. sqrt is the 1-sqrt of Hägele et al. 2024, arXiv 2405.18392.
+    """
+    curve = _DECAYS[decay_shape]
+    start = max(warmup, total() - whole_steps(decay_steps, "decay_steps", total()))
+    length = total() - start
+    return lambda step: min_lr_ratio + (1 - min_lr_ratio) * curve(progress(step, start, length))
+
+
+def infinite(
+    *, warmup: int, total: Total, cooldown_steps: int, constant_lr_ratio: float, anneal_start_step: int | None,
+    anneal_steps: int, min_lr_ratio: float,
+) -> Factor:  # fmt: skip
+    """Half a cosine down to a constant that may go on for ever, and a final anneal where one is asked for; Ibrahim et
+    al. 2024, arXiv 2403.08763. The anneal is a line from the rate at ``anneal_start_step`` rather than the paper's
+    exponential, which cannot reach 0.
+    """
+    floor = constant_lr_ratio
 
     def before(step: int) -> float:
-        return floor if cooldown == 0 else floor + (1 - floor) * _half_cosine(_progress(step, warmup, cooldown))
+        cooled = progress(step, warmup, cooldown_steps)
+        return floor if cooldown_steps == 0 else floor + (1 - floor) * half_cosine(cooled)
 
-    if option.anneal_start_step is None:
+    if anneal_start_step is None:
         return before
-    begin, end = max(option.anneal_start_step, warmup), option.min_lr_ratio
+    begin = max(anneal_start_step, warmup)
 
     def annealed(step: int) -> float:
         top = before(min(step, begin))
-        return top + (end - top) * _progress(step, begin, option.anneal_steps)
+        return top + (min_lr_ratio - top) * progress(step, begin, anneal_steps)
 
     return annealed
 
 
-def _steps(value: float, setting: str, total_steps: int | None) -> int:
+def whole_steps(value: float, setting: str, total_steps: int | None) -> int:
     """A number of steps; below 1 a fraction of all, rounded up (transformers, ``get_warmup_steps``)."""
     if value >= 1 or value == 0:
         if value != int(value):
@@ -122,19 +125,19 @@ def _steps(value: float, setting: str, total_steps: int | None) -> int:
     return math.ceil(value * total_steps - 1e-9)
 
 
-def _progress(step: int, start: int, length: int) -> float:
+def progress(step: int, start: int, length: int) -> float:
     """How much of ``length`` steps from ``start`` lies behind, between 0 and 1."""
     return min(1.0, max(0.0, (step - start) / max(1, length)))
 
 
-def _half_cosine(progress: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * progress))
+def half_cosine(done: float) -> float:
+    return 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 _DECAYS: dict[str, Callable[[float], float]] = {
-    "linear": lambda progress: 1.0 - progress,
-    "cosine": _half_cosine,
-    "sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    "linear": lambda done: 1.0 - done,
+    "cosine": half_cosine,
+    "sqrt": lambda done: 1.0 - math.sqrt(done),
 }
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from forgather_cli.config.schema import TransformersScheduleSettings
 from forgather_cli.errors import ConfigError
 
 Factor = Callable[[int], float]
@@ -69,13 +68,13 @@ def check(name: str, kwargs: dict[str, Any], learning_rate: float) -> None:
         raise ConfigError(problems)
 
 
-def factor(option: TransformersScheduleSettings, warmup: int, total: Callable[[], int]) -> Factor:
+def factor(*, warmup: int, total: Callable[[], int], name: str, kwargs: dict[str, Any], reference_lr: float) -> Factor:
     """The factor of the learning rate. ``total()`` is the number of optimizer steps, asked for by shapes that need it.
 
     Raises what ``total`` raises where that is unknown.
     """
-    given = {**ARGUMENTS[option.name], **option.kwargs}
-    match option.name:
+    given = {**ARGUMENTS[name], **kwargs}
+    match name:
         case "constant":
             return lambda step: 1.0
         case "constant_with_warmup":
@@ -86,11 +85,11 @@ def factor(option: TransformersScheduleSettings, warmup: int, total: Callable[[]
         case "warmup_stable_decay":
             return _stable(given, warmup, total)
     length = max(1, total() - warmup)
-    match option.name:
+    match name:
         case "linear":
             return _ramped(warmup, lambda step: max(0.0, (total() - step) / length))
         case "polynomial":
-            low, power = given["lr_end"] / option.reference_lr, given["power"]
+            low, power = given["lr_end"] / reference_lr, given["power"]
             return _ramped(
                 warmup,
                 lambda step: low + (1 - low) * (1 - (step - warmup) / length) ** power if step <= total() else low,
@@ -103,8 +102,8 @@ def factor(option: TransformersScheduleSettings, warmup: int, total: Callable[[]
                 return 0.0 if done >= 1.0 else 0.5 * (1.0 + math.cos(math.pi * ((cycles * done) % 1.0)))
 
             return _ramped(warmup, restarts)
-    low = given.get("min_lr_rate") or (given.get("min_lr") or 0.0) / option.reference_lr
-    late = 1 if option.name == "cosine_warmup_with_min_lr" else 0  # this one counts the step that begins
+    low = given.get("min_lr_rate") or (given.get("min_lr") or 0.0) / reference_lr
+    late = 1 if name == "cosine_warmup_with_min_lr" else 0  # this one counts the step that begins
 
     def cosine(step: int) -> float:
         wave = 0.5 * (1.0 + math.cos(math.pi * given["num_cycles"] * 2.0 * (step - warmup + late) / length))

@@ -15,12 +15,10 @@ from typing import Any
 from forgather_cli.config.schema import (
     CallbackSettings,
     Config,
-    DecoderSettings,
     JsonSettings,
     MetricsSettings,
-    Seq2SeqSettings,
     SyntheticSettings,
-    Ul2Settings,
+    value_at,
 )
 from forgather_cli.errors import SetupError
 from forgather_cli.launch.exit_status import read_exit_record
@@ -76,13 +74,14 @@ def confirm(
 
 def _trial_config(config: Config, made: RunPlan, micro_batch: int) -> Config:
     """The run's, on random tokens, without evaluations and checkpoints."""
-    model = config.model
-    if isinstance(config.data, Ul2Settings | Seq2SeqSettings):
+    model: Any = config.model
+    if config.data.is_paired:
         raise SetupError(
-            f"--confirm: trains on random text, and data={config.data.type} has examples of two sides; leave it out"
+            f"--confirm: trains on random text, and data={value_at(config, 'data')} has examples of two sides; "
+            "leave it out"
         )
     assert made.seq_len is not None, "memory_by_micro_batch has refused that"
-    if isinstance(model, DecoderSettings):
+    if "vocab_size" in vars(model):
         model = replace(model, vocab_size=made.vocab_size)
     changes: dict[str, Any] = {"load_best_model_at_end": False, "eval_on_start": False, "eval_on_save": False}
     return replace(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from forgather_cli.config.schema import Config, NoAdapter, QLoRASettings
+from forgather_cli.config.schema import Config
 from forgather_cli.optim.groups import ParameterRow, describe, kind_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
     )
     trained = {row.name: row for row in described}
     packed, adapters, rows = _packed(model, config), set[str](), []
-    if not isinstance(config.adapter, NoAdapter):
+    if config.adapter.freezes_base:
         from forgather_cli.adapters.layers import is_adapter
 
         adapters = set(filter(is_adapter, named))
@@ -73,7 +73,7 @@ def parameter_rows(model: nn.Module, config: Config) -> list[PlannedParameter]:
 
 def _packed(model: nn.Module, config: Config) -> dict[str, tuple[tuple[int, ...], int]]:
     """Shape and bytes of the weights that are in four bits once they are read."""
-    if not isinstance(config.adapter, QLoRASettings):
+    if not config.adapter.in_four_bits:
         return {}
     from forgather_cli.adapters.nf4 import packed_bytes, packed_layers
 

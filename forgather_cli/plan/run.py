@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.decided import decided
@@ -14,12 +14,9 @@ from forgather_cli.config.schema import (
     Config,
     EncoderDecoderSettings,
     FSDP2Settings,
-    InstructSettings,
-    NoAdapter,
     PipelineSettings,
-    Seq2SeqSettings,
     Target,
-    Ul2Settings,
+    value_at,
 )
 from forgather_cli.errors import ConfigError
 from forgather_cli.hub import with_local_model
@@ -40,6 +37,7 @@ from forgather_cli.terminal.bars import doing
 if TYPE_CHECKING:
     from torch import nn
 
+    from forgather_cli.data.splits import DataSource
     from forgather_cli.trainer.metrics import Flops
 
 
@@ -100,52 +98,48 @@ class RunPlan:
 @doing("planning the run")
 def make_plan(config: Config) -> RunPlan:
     """Plan a run of ``config``; builds the model on meta. Raises ConfigError and SetupError as training would."""
-    from forgather_cli.data.build import cached_token_counts
-    from forgather_cli.models.build import most_tokens
-
     config = with_local_model(config, weights=False)
     config, decisions = decided(config)
     world_size = plan_layout(config).world
-    counts = cached_token_counts(config.data, model_tokens=most_tokens(config)) or {}
-    seq_len, (vocab_size, num_new) = _seq_len(config), _vocabulary(config, counts)
-    if isinstance(config.trainer, PipelineSettings):
-        batch = batch_plan(config, config.trainer.shard, multiple_of=config.trainer.n_microbatches)
-    else:  # a user's strategy is taken for data parallel
-        batch = batch_plan(config, world_size)
+    source = _source(config)
+    counts, (seq_len, decoder_len) = source.counts() or {}, source.sides()
+    vocab_size, num_new = _vocabulary(config, source, counts)
+    data_ranks = config.trainer.shard if config.trainer.cuts_layers else world_size
+    batch = batch_plan(config, data_ranks, multiple_of=config.trainer.n_microbatches)
     made = RunPlan(
         model=config.model.path if isinstance(config.model, Target) else config.model.type,
         vocab_size=vocab_size,
         seq_len=seq_len,
         parameters=[],
-        trainer=config.trainer.path if isinstance(config.trainer, Target) else config.trainer.type,
+        trainer=str(value_at(config, "trainer")),
         precision=config.precision.type,
         auto_because=next((each.why for each in decisions if each.path == "precision"), ""),
         world_size=world_size,
         micro_batch=batch.micro_batch,
         accumulation=batch.accumulation,
         global_batch=batch.global_batch,
-        tokens_per_step=None if seq_len is None else batch.global_batch * (seq_len + _decoder_len(config)),
+        tokens_per_step=None if seq_len is None else batch.global_batch * (seq_len + decoder_len),
         train_tokens=counts.get("train_tokens"),
         steps=_steps(config, counts.get("train_samples"), batch.global_batch),
         flops_per_token=None,
         ranks=[],
         checkpoint_bytes=None,
     )
-    return made if vocab_size is None else _with_model(made, config, vocab_size, num_new)
+    return made if vocab_size is None else _with_model(made, config, vocab_size, num_new, decoder_len)
 
 
-def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) -> RunPlan:
+def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int, decoder_len: int) -> RunPlan:
     """What follows from the model. Without a length of sequences neither operations nor activations are known."""
     from forgather_cli.data.text.auto_tokenizer import warn_of_other_ids
     from forgather_cli.models.pretrained import architecture
     from forgather_cli.trainer.metrics import Flops
 
     seq_len = made.seq_len
-    model, rows, stages, memory_of = _on_meta(config, vocab_size, num_new, seq_len, made.world_size)
+    model, rows, stages, memory_of = _on_meta(config, vocab_size, num_new, seq_len, decoder_len, made.world_size)
     warn_of_other_ids(model, config.data)
-    piped = config.trainer if isinstance(config.trainer, PipelineSettings) else None
+    piped: Any = config.trainer if stages else None
     optimizer, total = optimizer_bytes(rows), sum(row.numel for row in rows)
-    base = 0 if isinstance(config.adapter, NoAdapter) else frozen_bytes(rows)  # which a checkpoint has by its hash
+    base = frozen_bytes(rows) if config.adapter.freezes_base else 0  # which a checkpoint has by its hash
     planned = []
     for stage, held in stages:
         shard, count = piped.shard if piped else 1, sum(row.numel for row in held)
@@ -155,7 +149,7 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) ->
         made,
         model=architecture(model),
         parameters=rows,
-        flops_per_token=_flops_per_token(Flops.of([model]), seq_len, _decoder_len(config)) if seq_len else None,
+        flops_per_token=_flops_per_token(Flops.of([model]), seq_len, decoder_len) if seq_len else None,
         ranks=memory_of(made.micro_batch),
         checkpoint_bytes=None if optimizer is None else weight_bytes(rows) - base + optimizer,
         stages=planned,
@@ -166,22 +160,20 @@ def _with_model(made: RunPlan, config: Config, vocab_size: int, num_new: int) ->
 
 def memory_by_micro_batch(config: Config) -> Callable[[int], list[RankMemory]]:
     """Every rank's memory as a function of the micro-batch; builds the model on meta once. Raises as ``make_plan``."""
-    from forgather_cli.data.build import cached_token_counts
-    from forgather_cli.models.build import most_tokens
-
     config, _ = decided(with_local_model(config, weights=False))
-    counts = cached_token_counts(config.data, model_tokens=most_tokens(config)) or {}
-    seq_len, (vocab_size, num_new) = _seq_len(config), _vocabulary(config, counts)
+    source = _source(config)
+    seq_len, decoder_len = source.sides()
+    vocab_size, num_new = _vocabulary(config, source, source.counts() or {})
     if seq_len is None or vocab_size is None:
         raise ConfigError(
             "data._target_: its vocabulary and the length of its sequences are known when it is made; for --fit set "
             "model.vocab_size and data.seq_len"
         )
-    return _on_meta(config, vocab_size, num_new, seq_len, plan_layout(config).world)[-1]
+    return _on_meta(config, vocab_size, num_new, seq_len, decoder_len, plan_layout(config).world)[-1]
 
 
 def _on_meta(
-    config: Config, vocab_size: int, num_new: int, seq_len: int | None, world: int
+    config: Config, vocab_size: int, num_new: int, seq_len: int | None, decoder_len: int, world: int
 ) -> tuple[
     nn.Module, list[PlannedParameter], list[tuple[Stage, list[PlannedParameter]]], Callable[[int], list[RankMemory]]
 ]:
@@ -192,13 +184,13 @@ def _on_meta(
 
     from forgather_cli.models.build import build_model
     from forgather_cli.models.transform import cast_parameters
-    from forgather_cli.precision import parameter_dtype
+    from forgather_cli.precision.dtypes import parameter_dtype
     from forgather_cli.trainer.build import choose_trained
 
     def build() -> nn.Module:
         with torch.device("meta"):
             # of rows with two sides positions begin anew with each example
-            length = config.data.seq_len if isinstance(config.data, Ul2Settings | Seq2SeqSettings) else seq_len
+            length = seq_len if isinstance(config.data, Target) else config.data.seq_len
             model = build_model(config.model, vocab_size=vocab_size, seq_len=length or 1, num_new=num_new)
         if (dtype := parameter_dtype(config.precision)) is not None:
             cast_parameters(model, dtype)
@@ -207,9 +199,10 @@ def _on_meta(
 
     model, trainer = build(), config.trainer
     rows = parameter_rows(model, config)
-    shape, decoder_len = getattr(model, "settings", None), _decoder_len(config)
+    shape = getattr(model, "settings", None)
     costs = activations_of(config, shape, model) if seq_len else None
-    stages = pipeline.stages_of(trainer, build, rows, world) if isinstance(trainer, PipelineSettings) else []
+    piped = trainer if isinstance(trainer, PipelineSettings) else None  # other strategies: as if each rank held all
+    stages = [] if piped is None else pipeline.stages_of(piped, build, rows, world)
     layers = len({(row.stack, row.layer) for row in rows if row.layer is not None})
 
     def memory_of(micro_batch: int) -> list[RankMemory]:
@@ -217,8 +210,8 @@ def _on_meta(
         activations = None if costs is None else costs.of(range(layers), tokens)
         if isinstance(shape, EncoderDecoderSettings) and seq_len:
             activations = paired_activations(config, shape, micro_batch, seq_len, decoder_len)
-        if isinstance(trainer, PipelineSettings):
-            ranks = pipeline.by_rank(config, trainer, stages, world, costs, tokens // trainer.n_microbatches)
+        if piped is not None:
+            ranks = pipeline.by_rank(config, piped, stages, world, costs, tokens // piped.n_microbatches)
         elif isinstance(trainer, FSDP2Settings):
             ranks = memory.sharded(config, trainer, rows, world, activations)
         else:
@@ -228,33 +221,12 @@ def _on_meta(
     return model, rows, stages, memory_of
 
 
-def _seq_len(config: Config) -> int | None:
-    """Of a pair's the encoder's side. None where only data of the user's will tell."""
-    if isinstance(config.data, Target):
-        length = config.data.kwargs.get("seq_len")
-        return length if isinstance(length, int) else None
-    if isinstance(config.data, Ul2Settings | Seq2SeqSettings):
-        return _sides(config)[0]
-    return config.data.seq_len
+def _source(config: Config) -> DataSource[Any]:
+    from forgather_cli.data.build import source_of
+    from forgather_cli.models.build import most_tokens
+    from forgather_cli.models.pretrained import num_sentinels
 
-
-def _decoder_len(config: Config) -> int:
-    """Tokens of a row's decoder side; 0 where it has one side."""
-    return _sides(config)[1] if config.data.is_paired else 0
-
-
-def _sides(config: Config) -> tuple[int, int]:
-    """Tokens of a row's two sides; of pairs that are to be packed as long as the encoder's, since nobody has read them
-    yet."""
-    option = config.data
-    if isinstance(option, Ul2Settings):
-        from forgather_cli.data.paired.denoise import row_lengths
-        from forgather_cli.models.pretrained import num_sentinels
-
-        return row_lengths(option, num_sentinels(config.model))
-    assert isinstance(option, Seq2SeqSettings)
-    encoder = option.pack_encoder or option.max_encoder_length
-    return encoder, option.pack_decoder or max(option.max_decoder_length, encoder)
+    return source_of(config.data, num_sentinels=num_sentinels(config.model), model_tokens=most_tokens(config))
 
 
 def _flops_per_token(flops: Flops, encoder: int, decoder: int) -> float:
@@ -262,29 +234,16 @@ def _flops_per_token(flops: Flops, encoder: int, decoder: int) -> float:
     return flops.total(encoder + decoder, squares, decoder) / (encoder + decoder)
 
 
-def _vocabulary(config: Config, counts: dict[str, int | None]) -> tuple[int | None, int]:
-    """(tokens of the tokenizer, how many of them chats add to it); of a ``bpe`` that is not trained yet the size it is
-    asked for. Of data of the user's, which tell when they are made, the model's; None where that takes theirs."""
-    from forgather_cli.data.text.tokenizer import load_tokenizer
-    from forgather_cli.models.build import most_tokens, own_vocab_size
+def _vocabulary(config: Config, source: DataSource[Any], counts: dict[str, int | None]) -> tuple[int | None, int]:
+    """(tokens of the tokenizer, how many of them chats add to it). Of data of the user's, which tell when they are
+    made, the model's; None where that takes theirs."""
+    from forgather_cli.models.build import own_vocab_size
 
-    if isinstance(config.data, Target):
-        return own_vocab_size(config.model), 0
-    if isinstance(config.data, InstructSettings):
-        from forgather_cli.data.chat.instruct import find_tokenizer
-
-        tokenizer = find_tokenizer(config.data, most_tokens(config))[0]
-        return tokenizer.vocab_size, tokenizer.num_new
-    if known := counts.get("vocab_size"):
+    known = counts.get("vocab_size")
+    if known and not config.data.add_tokens:
         return known, 0
-    if config.data.tokenizer == "bpe":
-        return config.data.bpe_vocab_size, 0
-    known = load_tokenizer(config.data.tokenizer).vocab_size
-    if not isinstance(config.model, EncoderDecoderSettings):  # a directory's tokenizer has them already
-        return known, 0
-    if isinstance(config.data, Ul2Settings):
-        known += len({each.prefix for each in config.data.mixture_of()})
-    return known + config.model.num_sentinel_tokens, 0
+    known, num_new = source.vocabulary()
+    return own_vocab_size(config.model) if known is None else known, num_new
 
 
 def _steps(config: Config, samples: int | None, global_batch: int) -> int | None:

@@ -12,9 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import FP16Settings, PrecisionOption
 from forgather_cli.documents.fields import AMOUNT, COUNT, check_fields
-from forgather_cli.loss import Loss
+from forgather_cli.loss.base import Loss
 
 _GROWTH, _BACKOFF = 2.0, 0.5  # GradScaler's
 
@@ -25,21 +24,16 @@ class LossScaler:
     The same on all ranks, since it goes by the global gradient norm. Its state is part of checkpoints.
     """
 
-    def __init__(self, settings: FP16Settings) -> None:
-        self.scale = settings.init_scale
-        self.floor = min(1.0, settings.init_scale)
+    def __init__(self, *, init_scale: float, growth_interval: int) -> None:
+        self.scale = init_scale
+        self.floor = min(1.0, init_scale)
         """Below it there would be no scaling: what overflows still is too large for fp16, or not finite at all."""
-        self._growth_interval = settings.growth_interval
+        self._growth_interval = growth_interval
         self._sound = 0  # steps in a row without overflow, since the last growth
         self.skipped = 0
         """Steps in a row that overflowed, the newest one included."""
         self.is_stuck = False
         """True if the newest step overflowed at the least scale: smaller ones would not help."""
-
-    @classmethod
-    def of(cls, option: PrecisionOption | None) -> LossScaler | None:
-        """The one of ``precision=fp16``; None for all others, which need none."""
-        return cls(option) if isinstance(option, FP16Settings) else None
 
     def scaled(self, loss: Tensor) -> Tensor:
         """``loss`` itself, with gradients that are ``scale`` times as large."""

@@ -33,7 +33,7 @@ class Conversion:
     left: dict[str, str]
     """Name of a layer -> why it is as it was."""
 
-    def lines(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[str]:
         """The account for the log; layers whose names differ in numbers share a line."""
         total = len(self.converted) + len(self.left)
         yield f"{len(self.converted)} of {total} linear layers {self.what}: {', '.join(_grouped(self.converted))}"
@@ -49,22 +49,52 @@ def _grouped(names: Iterable[str]) -> list[str]:
     return [f"{pattern} ({len(of)})" if len(of) > 1 else of[0] for pattern, of in alike.items()]
 
 
-def converted(model: nn.Module, option: FP8Settings | QATSettings, device: torch.device) -> Conversion:
-    """Convert the linear layers of ``model`` (on meta too) in place, to be run on ``device``.
+def to_float8(model: nn.Module, option: FP8Settings, device: torch.device) -> Conversion:
+    """Have linear layers of ``model`` (on meta too) multiply in float8, in place, to be run on ``device``.
 
     Raises SetupError where torchao or float8 is missing, ModelError if no layer can be converted.
     """
-    if isinstance(option, FP8Settings):
-        need_torchao("precision=fp8", "torchao.float8")
-        names, left = sorted_out(model, option.exclude, lambda layer: misaligned(layer, option.fp8_dim_alignment))
-        convert = _to_float8(option, device)
-        what = f"multiply in float8 ({option.fp8_recipe}{', emulated' if emulated(option, device) else ''})"
-    else:
-        need_torchao("precision=qat", "torchao.quantization.qat")
-        size = group_size_of(option.qat_recipe, option.group_size)
-        names, left = sorted_out(model, option.exclude, lambda layer: indivisible(layer, size))
-        convert = _to_rounded(option)
-        what = f"round as {option.qat_recipe}" + (f" in groups of {size}" if size else "")
+    need_torchao("precision=fp8", "torchao.float8")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    emulate = emulated(option.emulate, device)
+    # inner dimensions are padded where they must be: of weight gradients they are the number of tokens
+    config = replace(Float8LinearConfig.from_recipe_name(option.fp8_recipe), emulate=emulate, pad_inner_dim=True)
+
+    def convert(layer: nn.Linear) -> None:
+        like = convert_to_float8_training(nn.Sequential(_blank(layer)), config=config)[0]
+        _become(layer, like, _float8_class())
+
+    what = f"multiply in float8 ({option.fp8_recipe}{', emulated' if emulate else ''})"
+    return _convert(model, option, what, lambda layer: misaligned(layer, option.fp8_dim_alignment), convert)
+
+
+def to_rounded(model: nn.Module, option: QATSettings, device: torch.device) -> Conversion:
+    """Have linear layers of ``model`` (on meta too) round as the recipe will, in place.
+
+    Raises SetupError where torchao is missing, ModelError if no layer can be converted.
+    """
+    need_torchao("precision=qat", "torchao.quantization.qat")
+    from torchao.quantization.qat import FakeQuantizedLinear
+
+    def convert(layer: nn.Linear) -> None:
+        like = FakeQuantizedLinear.from_linear(_blank(layer))
+        like.activation_fake_quantizer, like.weight_fake_quantizer = rounded_by(option.qat_recipe, option.group_size)
+        _become(layer, like, FakeQuantizedLinear)
+
+    size = group_size_of(option.qat_recipe, option.group_size)
+    what = f"round as {option.qat_recipe}" + (f" in groups of {size}" if size else "")
+    return _convert(model, option, what, lambda layer: indivisible(layer, size), convert)
+
+
+def _convert(
+    model: nn.Module,
+    option: FP8Settings | QATSettings,
+    what: str,
+    why_not: Callable[[nn.Linear], str | None],
+    convert: Callable[[nn.Linear], None],
+) -> Conversion:
+    names, left = sorted_out(model, option.exclude, why_not)
     if not names:
         reasons = "; ".join(f"{name}: {why}" for name, why in list(left.items())[:3]) or "it has none"
         raise ModelError(
@@ -78,11 +108,11 @@ def converted(model: nn.Module, option: FP8Settings | QATSettings, device: torch
     return Conversion(what, tuple(names), left)
 
 
-def emulated(option: FP8Settings, device: torch.device) -> bool:
+def emulated(asked: bool | None, device: torch.device) -> bool:
     """Whether float8 products are computed in fp32 from rounded factors. Raises SetupError if that is ruled out."""
-    if option.emulate is not None and (option.emulate or has_float8(device)):
-        return option.emulate
-    if option.emulate is False:
+    if asked is not None and (asked or has_float8(device)):
+        return asked
+    if asked is False:
         raise SetupError(
             f"emulate: {device} does not multiply in float8 (CUDA devices of compute capability 8.9 or above do); "
             "set emulate=null or choose precision=bf16"
@@ -149,32 +179,6 @@ def _mixed(cls: Any, base: Any) -> Any:
 
 
 # -------------------------------------------------------------------------------------------------------- float8, int8
-
-
-def _to_float8(option: FP8Settings, device: torch.device) -> Callable[[nn.Linear], None]:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    # inner dimensions are padded where they must be: of weight gradients they are the number of tokens
-    config = replace(
-        Float8LinearConfig.from_recipe_name(option.fp8_recipe), emulate=emulated(option, device), pad_inner_dim=True
-    )
-
-    def convert(layer: nn.Linear) -> None:
-        like = convert_to_float8_training(nn.Sequential(_blank(layer)), config=config)[0]
-        _become(layer, like, _float8_class())
-
-    return convert
-
-
-def _to_rounded(option: QATSettings) -> Callable[[nn.Linear], None]:
-    from torchao.quantization.qat import FakeQuantizedLinear
-
-    def convert(layer: nn.Linear) -> None:
-        like = FakeQuantizedLinear.from_linear(_blank(layer))
-        like.activation_fake_quantizer, like.weight_fake_quantizer = rounded_by(option.qat_recipe, option.group_size)
-        _become(layer, like, FakeQuantizedLinear)
-
-    return convert
 
 
 def _blank(layer: nn.Linear) -> nn.Linear:

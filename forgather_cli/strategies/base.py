@@ -175,14 +175,14 @@ def check_shares(strategy: Strategy, here: World, group: Any) -> None:
 
 
 def check_supported(args: Any, strategy: Strategy) -> None:
-    """Raise ConfigError for settings that a user's strategy does not support; config checks ours."""
+    """Raise ConfigError for settings that a user's strategy does not support; config has checked ours."""
     name = f"the strategy {strategy.name}"
     problems = []
     if args.torch_compile and not strategy.supports_compile:
         problems.append(f"torch_compile: {name} cannot train compiled blocks; set torch_compile=false")
     if args.fuse_optim_with_backward and not strategy.supports_optimizer_in_backward:
         problems.append(f"fuse_optim_with_backward: {name} cannot; set it to false")
-    if args.precision.type == "fp16" and not strategy.supports_fp16:
-        problems.append(f"precision: {name} cannot scale the loss of fp16; set precision=bf16")
+    if args.precision.scales_loss and not strategy.supports_fp16:
+        problems.append(f"precision: {name} cannot scale the loss of {args.precision.type}; set precision=bf16")
     if problems:
         raise ConfigError(problems)

@@ -18,9 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from forgather_cli.config.schema import DDPSettings, PrecisionOption
 from forgather_cli.distributed import world
 from forgather_cli.errors import ConfigError
-from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, targets_of
+from forgather_cli.labels import targets_of
+from forgather_cli.loss.base import Loss, ModelWithLoss
+from forgather_cli.loss.model_io import model_kwargs, model_logits
 from forgather_cli.models.transform import shared_halves
-from forgather_cli.precision import Autocast, autocast_for
+from forgather_cli.precision.dtypes import Autocast, autocast_for
 from forgather_cli.strategies.base import Batch, GradientSharing, ModelSpec, Strategy, empty_batch, without_targets
 from forgather_cli.strategies.comm_hooks import Hook, PowerSGD, SharedAmong, compressed
 
@@ -40,7 +42,6 @@ class DataParallel(Strategy):
     supports_fp16 = DDPSettings.supports_fp16
     supports_compile = True
     compiles_with_loss = DDPSettings.compiles_with_loss
-    supports_optimizer_in_backward = DDPSettings.supports_optimizer_in_backward
     model_group = None
 
     def __init__(

@@ -13,7 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from forgather_cli.config.schema import FSDP2Settings, PrecisionOption
 from forgather_cli.distributed import cpu_group, world
 from forgather_cli.errors import SetupError
-from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, targets_of
+from forgather_cli.labels import targets_of
+from forgather_cli.loss.base import Loss, ModelWithLoss
+from forgather_cli.loss.model_io import model_kwargs, model_logits
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.mesh import Degrees, have_a_group, mesh_of
 from forgather_cli.strategies.parallelize import EvenMicrobatches, Sharding, parallelize, precision_policy
@@ -33,14 +35,9 @@ class FullyShard(Strategy):
     supports_optimizer_in_backward = FSDP2Settings.supports_optimizer_in_backward
 
     def __init__(
-        self,
-        device: torch.device,
-        loss: Loss,
-        settings: FSDP2Settings | None = None,
-        precision: PrecisionOption | None = None,
+        self, settings: FSDP2Settings, device: torch.device, loss: Loss, precision: PrecisionOption | None = None
     ) -> None:
         """Collective. Raises SetupError if ``replicate`` does not divide the number of ranks."""
-        settings = settings or FSDP2Settings()
         have_a_group(device)
         everybody = world()
         shards, rest = divmod(everybody.size, settings.replicate)
@@ -57,13 +54,6 @@ class FullyShard(Strategy):
         self.model_group = mesh.get_group("shard") if shards > 1 else None
         self._sharding = Sharding(mesh, everybody.group, device, settings, precision_policy(settings, precision))
         self._even_microbatches = EvenMicrobatches(cpu_group(), device)
-
-    @classmethod
-    def from_settings(
-        cls, option: FSDP2Settings, device: torch.device, loss: Loss, precision: PrecisionOption | None
-    ) -> FullyShard:
-        """Called by ``build_strategy`` with the options of the config."""
-        return cls(device, loss, option, precision)
 
     def materialize(self, spec: ModelSpec) -> None:
         model = spec.transformed(spec.whole())

@@ -21,7 +21,7 @@ from forgather_cli.distributed import all_sum
 from forgather_cli.errors import ModelError
 from forgather_cli.models.init import allocate
 from forgather_cli.models.transform import blocks_of
-from forgather_cli.precision import half_dtype
+from forgather_cli.precision.dtypes import half_dtype
 from forgather_cli.strategies.base import Batch, ModelSpec, empty_batch, without_targets
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from forgather_cli.config.pipeline_layout import Stage, layout_lines, stage_layo
 from forgather_cli.config.schema import FSDP2Settings, PipelineSettings, PrecisionOption
 from forgather_cli.distributed import gather
 from forgather_cli.errors import ConfigError, DataError, ModelError
-from forgather_cli.labels import STARTS
-from forgather_cli.loss import IGNORED, Loss, inputs_of_generation, model_kwargs, model_logits, num_targets
+from forgather_cli.labels import IGNORED, STARTS, num_targets
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.model_io import inputs_of_generation, model_kwargs, model_logits
 from forgather_cli.models.stages import (
     fresh_models,
     hidden_size_of,
@@ -33,7 +34,7 @@ from forgather_cli.models.stages import (
     tied_names,
 )
 from forgather_cli.models.transform import shared_halves
-from forgather_cli.precision import autocast_for, stream_dtype
+from forgather_cli.precision.dtypes import autocast_for, stream_dtype
 from forgather_cli.shards import local
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 from forgather_cli.strategies.mesh import Degrees, mesh_of
@@ -88,13 +89,6 @@ class Pipeline(Strategy):
             policy = precision_policy(gathering, precision)
             self._sharding = Sharding(mesh["shard"], self.ddp_group, device, gathering, policy)
         self._even_microbatches = EvenMicrobatches(distributed.cpu_group() if settings.shard > 1 else None, device)
-
-    @classmethod
-    def from_settings(
-        cls, option: PipelineSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None
-    ) -> Pipeline:
-        """Called by ``build_strategy`` with the options of the config."""
-        return cls(option, device, loss, precision)
 
     # ------------------------------------------------------------------------------------------------------- building
 

@@ -19,7 +19,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from forgather_cli.config.pipeline_layout import Stage
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ForgatherError
-from forgather_cli.loss import Loss, model_kwargs
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.model_io import model_kwargs
 from forgather_cli.models.stages import hidden_states
 from forgather_cli.models.transform import recomputes
 from forgather_cli.strategies.base import Batch

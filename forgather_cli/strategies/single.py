@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from forgather_cli.config.schema import PrecisionOption, SingleSettings
-from forgather_cli.loss import Loss, ModelWithLoss, model_kwargs, model_logits, targets_of
+from forgather_cli.labels import targets_of
+from forgather_cli.loss.base import Loss, ModelWithLoss
+from forgather_cli.loss.model_io import model_kwargs, model_logits
 from forgather_cli.models.transform import shared_halves
-from forgather_cli.precision import Autocast, autocast_for
+from forgather_cli.precision.dtypes import Autocast, autocast_for
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
 
 

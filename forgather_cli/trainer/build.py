@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import Config, FP8Settings, NoAdapter, QATSettings, RunSettings, Target
+from forgather_cli.config.schema import Config, RunSettings, Target
 from forgather_cli.data.loaders.collate import CollateFn, default_collate
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, TrainLoader
 from forgather_cli.distributed import gather, pick_device, world
 from forgather_cli.errors import ConfigError
 from forgather_cli.labels import STARTS
-from forgather_cli.loss import ComputedLoss, Loss, build_loss
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.loss.losses import ComputedLoss
 from forgather_cli.models.attention import has_varlen
 from forgather_cli.models.parts import named_tensors, num_elements, train_only
-from forgather_cli.precision import parameter_dtype, stream_dtype
+from forgather_cli.precision.dtypes import parameter_dtype
 from forgather_cli.precision.scaling import LossScaler, ScaledLoss
 from forgather_cli.shards import local
 from forgather_cli.strategies.base import ModelSpec, Strategy, check_supported
@@ -43,13 +45,14 @@ def strategy_of(config: Config, objects: Objects) -> tuple[Strategy, Loss | None
     """
     if objects.loss_fn is not None and objects.fused_loss_factory is not None:
         raise ConfigError("loss_fn: excludes fused_loss_factory, got both; give one")
-    scaler = LossScaler.of(config.precision)
+    scaler = LossScaler(**config.precision.arguments()) if config.precision.scales_loss else None
     if objects.made_strategy is not None:
         if scaler is not None:
             raise ConfigError(
-                "precision: fp16 scales the loss, which the given strategy does not; give its settings as strategy, or "
-                "leave it out"
+                f"precision: {config.precision.type} scales the loss, which the given strategy does not; give its "
+                "settings as strategy, or leave it out"
             )
+        check_supported(config, objects.made_strategy)
         return objects.made_strategy, None, None, None
     device, fused = pick_device(config.device), objects.fused_loss_factory
     loss = build_loss(config.loss, loss_fn=objects.loss_fn, fused_loss_factory=fused, device=device)
@@ -76,7 +79,6 @@ def model_spec(
     """
     from forgather_cli.models import transform
 
-    check_supported(config, strategy)
     of_settings, minimised = losses
     options = transform.compile_options(config) if config.torch_compile else None
     as_one = strategy.compiles_with_loss and minimised is not None and minimised.compiles
@@ -91,9 +93,7 @@ def model_spec(
     as_one = as_one and config.torch_compile_scope != "blocks"
     if options and of_settings is not None and (not as_one or of_settings.kernel is not None):
         of_settings.compile(**options)
-    quantized = config.precision if isinstance(config.precision, FP8Settings | QATSettings) else None
-    dtype = parameter_dtype(config.precision)
-    rounds_stream = stream_dtype(config.precision) is not None
+    precision, dtype = config.precision, parameter_dtype(config.precision)
     logged = world().rank > 0  # rank 0 logs it once: a pipeline builds the model once per stage
 
     def adapt(model: nn.Module) -> nn.Module:
@@ -101,13 +101,10 @@ def model_spec(
         lines: list[str] = []
         if dtype is not None:
             transform.cast_parameters(model, dtype)
-        if quantized is not None:
-            from forgather_cli.quantized.convert import converted
-
-            done = converted(model, quantized, strategy.device)
-            lines += done.lines()
+        if precision.maker:
+            lines += precision.load_maker()(model, precision, strategy.device)
         lines += choose_trained(model, config)
-        if rounds_stream:  # after adapters, whose embeddings give out fp32
+        if precision.rounds_stream:  # after adapters, whose embeddings give out fp32
             transform.half_stream(model)
         for line in () if logged else lines:
             _log.log(logging.WARNING if line.startswith("warning: ") else logging.INFO, line.removeprefix("warning: "))
@@ -125,8 +122,8 @@ def model_spec(
         transform.compile_blocks(part, config)
         return part
 
-    changes = dtype is not None or quantized is not None or config.trainable is not None or rounds_stream
-    if not isinstance(config.adapter, NoAdapter):
+    changes = dtype or precision.maker or config.trainable is not None or precision.rounds_stream
+    if config.adapter.freezes_base:
         from forgather_cli.adapters.load import starting
 
         assert init is not None  # an adapter is of a model in a directory
@@ -179,10 +176,9 @@ def choose_trained(model: nn.Module, config: Config) -> list[str]:
     """Freeze what the settings do not train, and give ``model`` (on meta too) its adapters. The lines for the log.
     Raises ModelError, SetupError.
     """
-    if not isinstance(config.adapter, NoAdapter):
-        from forgather_cli.adapters.model import adapt
-
-        return adapt(model, config.adapter, config)
+    if config.adapter.freezes_base:
+        lines: list[str] = config.adapter.load_maker()(model, config.adapter, config)
+        return lines
     if config.trainable is not None:
         train_only(model, config.trainable)
     return []

@@ -31,7 +31,7 @@ from forgather_cli.checkpoint.manifest import DamagedError
 from forgather_cli.checkpoint.save import Checkpointer
 from forgather_cli.checkpoint.snapshot import exchange_of, parts_to_write
 from forgather_cli.checkpoint.tensors import write_index, write_share
-from forgather_cli.config.schema import Config, NoAdapter
+from forgather_cli.config.schema import Config
 from forgather_cli.distributed import all_sum, gather, on_rank_0
 from forgather_cli.documents.fields import COUNT, FieldError, check_fields
 from forgather_cli.errors import CheckpointError, SetupError
@@ -362,7 +362,7 @@ def _read_moment(reader: Reader, name: str, key: str, parameter: Tensor) -> Tens
 
 def frozen_base(config: Config, group: Any) -> dict[str, str] | None:
     """Collective. Of an adapter what checkpoints say of the model that it is for; None where the model is trained."""
-    if isinstance(config.adapter, NoAdapter):
+    if not config.adapter.freezes_base:
         return None
     from forgather_cli.adapters.directory import base_of
 

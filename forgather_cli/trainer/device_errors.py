@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from forgather_cli.config.batch import smaller_micro_batch
-from forgather_cli.config.schema import FusedLoss, RunSettings
+from forgather_cli.config.schema import RunSettings
 from forgather_cli.errors import ModelError, OutOfMemoryError, PartError
 from forgather_cli.strategies.base import Batch, Strategy
 from forgather_cli.trainer.own_parts import explain_part
@@ -135,6 +135,6 @@ def _helps_training(args: RunSettings) -> list[tuple[bool, str]]:
 def _helps_both(args: Any) -> list[tuple[bool, str]]:
     """``args``: a whole Config, or a Python user's arguments, which have no loss option."""
     return [
-        (not isinstance(getattr(args, "loss", None), FusedLoss), "loss=linear_cross_entropy"),
-        (args.precision.type == "fp32", "precision=bf16"),
+        (not args.loss_applies_head, "loss=linear_cross_entropy"),
+        (args.precision.is_fp32, "precision=bf16"),
     ]

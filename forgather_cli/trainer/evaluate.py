@@ -22,7 +22,8 @@ from forgather_cli.data.loaders.iterable import is_empty
 from forgather_cli.distributed import all_sum, gather, on_rank_0, world
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.labels import bytes_of, label_shift, take_num_tokens
-from forgather_cli.loss import EvalMetrics, Loss
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy, without_targets
 from forgather_cli.trainer.arguments import ScriptSettings

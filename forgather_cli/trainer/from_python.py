@@ -26,7 +26,7 @@ from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.checkpoint.choice import candidates
 from forgather_cli.config.decode import dump_saved, to_tree
 from forgather_cli.config.rules import rule_problems
-from forgather_cli.config.schema import Config, DataTarget, RunSettings, Target
+from forgather_cli.config.schema import Config, DataTarget, RunSettings, Target, TrainerTarget
 from forgather_cli.distributed import on_rank_0, pick_device, world, world_size
 from forgather_cli.errors import CallbackError, ConfigError, PartError, did_you_mean
 from forgather_cli.launch.exit_status import ExitStatus, from_error
@@ -137,7 +137,7 @@ def recorded(args: TrainingArguments, config: Config, objects: Objects) -> Confi
         optimizer = replace(optimizer, groups=own.groups)
     record = replace(
         config,
-        trainer=config.trainer if objects.made_strategy is None else _named(objects.made_strategy),
+        trainer=config.trainer if objects.made_strategy is None else TrainerTarget(name_of(objects.made_strategy)),
         optimizer=optimizer,
         lr_scheduler=_named(scheduler) if scheduler else config.lr_scheduler,
         loss=config.loss if loss is None else _named(loss),
@@ -145,7 +145,7 @@ def recorded(args: TrainingArguments, config: Config, objects: Objects) -> Confi
         callbacks=replace(config.callbacks, **{name: each.settings for name, each in own_callbacks.items()}),
     )
     # who shares data in a strategy that was made already, it knows alone
-    known = objects.made_strategy is None and size >= getattr(record.trainer, "min_ranks", 1)
+    known = objects.made_strategy is None and size >= record.trainer.min_ranks
     here = replace(record, nproc_per_node=size if known else "auto", nnodes=1, node_rank=0)
     layers = dict.fromkeys(args.given - _READ_LATER, 0)
     for name, callback in own_callbacks.items():
@@ -184,7 +184,7 @@ def constructed(args: TrainingArguments, objects: Objects, run_dir: RunDir) -> O
     if where == "meta" and make is None:
         raise ConfigError("construct_model_on: meta makes the model anew, got model; give model_init instead")
     # a pipeline's stages are cut from models that must be equal, which they are on a CPU
-    if make is None or where == "default" or (where == "device" and getattr(args.trainer, "cuts_layers", False)):
+    if make is None or where == "default" or (where == "device" and args.trainer.cuts_layers):
         return objects
 
     def emptied(module: nn.Module, name: str, p: nn.Parameter | None) -> Any:
@@ -232,7 +232,7 @@ def _problems(args: TrainingArguments, objects: Objects, config: Config, size: i
             "layers; leave it out"
         )
     pipeline: Any = config.trainer
-    if getattr(pipeline, "cuts_layers", False):
+    if pipeline.cuts_layers:
         # a schedule of the user's may be of either kind
         shape = vars(args)["pp_stage_type"] if pipeline.own_schedule else "v" if pipeline.is_v_shaped else "loop"
         has = {"pp_stage_type": shape, "is_multistage": not pipeline.has_one_stage}
@@ -249,13 +249,11 @@ def _placement(objects: Objects, config: Config, size: int) -> Iterator[str]:
     has_optimizer = objects.optimizer.optimizers[0] is not None
     if has_optimizer and objects.model is None:
         yield "optimizers: model_init makes parameters that they cannot hold beforehand; give optimizer_factory"
-    trainer = config.trainer
-    if isinstance(trainer, Target):
-        return
-    if trainer.max_ranks is not None and size > trainer.max_ranks:
+    trainer: Any = config.trainer
+    if trainer.is_one_process and size > 1:
         yield f"trainer: {trainer.type} is one process, and this is one of {size}; choose trainer=ddp"
     is_one_of_a_job = "WORLD_SIZE" in os.environ or dist.is_initialized()  # torchrun's, of one rank too
-    if size < trainer.min_ranks or (trainer.max_ranks is None and not is_one_of_a_job):
+    if size < trainer.min_ranks or (trainer.is_one_process is False and not is_one_of_a_job):
         yield (
             f"trainer: {trainer.type} is for several ranks, and this process is alone; start the script with torchrun "
             f"--nproc_per_node={max(2, trainer.min_ranks)}, or choose trainer=single"

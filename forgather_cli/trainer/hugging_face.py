@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from forgather_cli.config.accelerate_file import fsdp_settings
-from forgather_cli.config.schema import FSDP2Settings, services
+from forgather_cli.config.schema import services
 from forgather_cli.errors import ConfigError
 
 
@@ -294,8 +294,8 @@ def _accelerator_config(value: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 def _fsdp(value: Any, given: dict[str, Any]) -> dict[str, Any]:
     """FSDP2's settings, of ``fsdp`` and ``fsdp_config`` together."""
-    if isinstance(value, FSDP2Settings):
-        return {"fsdp": asdict(value)}
+    if is_dataclass(value):
+        return {"fsdp": vars(value)}
     options = value.split() if isinstance(value, str) else [] if value is True else list(value or ())
     if not options and value is not True:
         return {}

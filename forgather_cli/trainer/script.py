@@ -16,19 +16,20 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from forgather_cli.callbacks.base import BuiltIn, NoWriter, TrainerCallback, TrainerControl, TrainerState
-from forgather_cli.callbacks.build import CALLBACKS
 from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.callbacks.textgen import as_table
 from forgather_cli.checkpoint.components import Component, Sharing
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
-from forgather_cli.config.schema import Config, TrainerOption
+from forgather_cli.config.schema import CallbackPart, Config, TrainerOption
 from forgather_cli.data.loaders.collate import CollateFn
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, MicrobatchLoader, TrainLoader
 from forgather_cli.distributed import cpu_group
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.loss import UserLoss, cross_entropy_sum, loss_and_outputs, num_targets
+from forgather_cli.labels import num_targets
+from forgather_cli.loss.losses import UserLoss, loss_and_outputs
+from forgather_cli.loss.sums import cross_entropy_sum
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.optim.build import Optimizers
 from forgather_cli.run_dir import RunDir
@@ -422,7 +423,8 @@ class Trainer(Loop):
     @classmethod
     def default_callbacks(cls) -> list[Any]:
         """Fresh ones of those that every script's run has. What an override returns stands in their place."""
-        return [kind() for kind in CALLBACKS if kind.config_name in ("metrics", "info", "progress", "json")]
+        parts = {part.type: part() for part in CallbackPart.members}
+        return [parts[name].load_maker()() for name in ("metrics", "info", "progress", "json")]
 
     def load_best_model(self) -> None:
         """Collective. Load the weights of the best checkpoint that is kept, by ``metric_for_best_model``."""

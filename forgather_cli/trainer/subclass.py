@@ -115,7 +115,7 @@ def checked_overrides(kind: type, base: type, config: Config, *, made_strategy: 
     names = honoured | REFUSED.keys() | private_methods()
     found = {name for name in names
              if inspect.getattr_static(kind, name, None) is not inspect.getattr_static(base, name, None)}  # fmt: skip
-    in_stages = not made_strategy and getattr(config.trainer, "cuts_layers", False)
+    in_stages = not made_strategy and config.trainer.cuts_layers
     of_stages = "gets the whole model, of which a rank of trainer=pipeline has only stages; give"
     problems = [
         f"{kind.__name__}.{name}: nothing calls it here; {REFUSED.get(name, 'override a public method')}"

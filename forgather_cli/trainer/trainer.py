@@ -28,7 +28,7 @@ from forgather_cli.hardware import kernels_in_order, shadowed_cudnn
 from forgather_cli.launch.exit_status import ExitStatus
 from forgather_cli.models.attention import kernels_of
 from forgather_cli.models.parts import trainable_parameters
-from forgather_cli.precision import compute_dtype
+from forgather_cli.precision.dtypes import compute_dtype
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import check_shares
 from forgather_cli.trainer.arguments import RecipeArguments, ScriptSettings

@@ -26,7 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forgather_cli.config.schema import CrossEntropySettings, DecoderSettings, LinearCrossEntropySettings, RunSettings
-from forgather_cli.loss import ModelWithLoss, build_loss
+from forgather_cli.loss.base import ModelWithLoss
+from forgather_cli.loss.build import build_loss
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 from forgather_cli.models.init import init_parameters
 from forgather_cli.models.pretrained import hf_config

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 SHAPE = {
@@ -89,7 +90,7 @@ def make_model(directory: Path, dtype: str) -> None:
 
     directory.mkdir()
     write_weights(directory, [spec_of(name, kind, shape) for name, shape in shapes.items()], Drawn(), 1 << 40)
-    write_config(directory, settings, eos_token_id=2, bos_token_id=1)
+    write_config(directory, settings, SimpleNamespace(eos_token_id=2, bos_token_id=1))
 
 
 def run(code: str, *words: str) -> dict[str, float]:

@@ -36,19 +36,20 @@ _TARGETS = {"rank": 4, "launcher": 3, "group": 3}
 
 @dataclass(frozen=True)
 class Layout:
-    """A strategy and its ranks."""
+    """A strategy, its ranks and settings of it."""
 
     name: str
     trainer: str
     ranks: int = 1
-    schedule: str = ""
+    settings: tuple[str, ...] = ()
+    readers: int | None = None
+    """How many of the ranks read different data; None: all."""
 
     def words(self, accumulation: int) -> list[str]:
         """The overrides that train ``BATCH`` sequences per step with so many micro-steps."""
-        readers = 1 if self.trainer == "pipeline" else self.ranks
-        words = [f"trainer={self.trainer}", f"per_device_train_batch_size={BATCH // accumulation // readers}"]
-        words += [f"nproc_per_node={self.ranks}"] if self.ranks > 1 else []
-        return [*words, f"schedule={self.schedule}", "n_microbatches=4"] if self.schedule else words
+        each = BATCH // accumulation // (self.readers or self.ranks)
+        ranks = [f"nproc_per_node={self.ranks}"] if self.ranks > 1 else []
+        return [f"trainer={self.trainer}", f"per_device_train_batch_size={each}", *ranks, *self.settings]
 
 
 @dataclass(frozen=True)
@@ -128,18 +129,24 @@ class Plan:
         return f"{text}: {'; '.join(map(str, self.kills))}{moved}"
 
 
+def _pipeline(name: str, schedule: str) -> Layout:
+    return Layout(name, "pipeline", 2, (f"schedule={schedule}", "n_microbatches=4"), readers=1)
+
+
 LAYOUTS = {
     Layout("single", "single"): 5,
     Layout("ddp2", "ddp", 2): 3,
     Layout("ddp3", "ddp", 3): 1,
     Layout("fsdp2", "fsdp2", 2): 3,
     Layout("fsdp3", "fsdp2", 3): 1,
-    Layout("1f1b", "pipeline", 2, "1F1B"): 1,
-    Layout("gpipe", "pipeline", 2, "GPipe"): 1,
-    Layout("interleaved", "pipeline", 2, "Interleaved1F1B"): 1,
-    Layout("zbv", "pipeline", 2, "ZBVZeroBubble"): 1,
+    _pipeline("1f1b", "1F1B"): 1,
+    _pipeline("gpipe", "GPipe"): 1,
+    _pipeline("interleaved", "Interleaved1F1B"): 1,
+    _pipeline("zbv", "ZBVZeroBubble"): 1,
 }
-"""With the weights they are drawn by."""
+"""With the weights they are drawn by. Each option of ``trainer`` has a row, with settings under which it computes what
+one device does: tests of parity and of resuming take from here the options that they have no row for.
+"""
 
 RECIPES = (
     # no higher rate: at 2e-3 a token's hidden state is after 22 steps no larger behind two layers than its embedding

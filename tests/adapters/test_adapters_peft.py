@@ -71,9 +71,9 @@ def ours(config: Config, seed: int = 1, vocab_size: int = SHAPE["vocab_size"]) -
     return model
 
 
-def built(config: Config) -> nn.Module:
+def built(config: Config, vocab_size: int = SHAPE["vocab_size"]) -> nn.Module:
     """The model of a base's directory, before any adapter."""
-    model = on_meta(config)
+    model = on_meta(config, vocab_size)
     allocate(model, "cpu")
     initialize(config.model, model, 0)
     return model

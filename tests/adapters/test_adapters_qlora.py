@@ -34,7 +34,7 @@ from forgather_cli.config.schema import Config
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.inference.source import load_source
 from forgather_cli.launch import start
-from forgather_cli.loss import model_logits
+from forgather_cli.loss.model_io import model_logits
 from forgather_cli.models.transform import apply_activation_checkpointing
 from forgather_cli.run_dir import RunDir
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import tiny
 import yaml
@@ -22,12 +22,13 @@ from forgather_cli.callbacks import (
     TextgenCallback,
 )
 from forgather_cli.callbacks.base import CallbackList
-from forgather_cli.callbacks.build import CALLBACKS as CLASSES
 from forgather_cli.callbacks.build import build_callbacks
 from forgather_cli.callbacks.trackers import Trackers
 from forgather_cli.checkpoint.load import Reader
+from forgather_cli.config.explain import ExplainedGroup, explain
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import (
+    CallbackPart,
     CallbackSettings,
     Config,
     DivergenceSettings,
@@ -38,14 +39,17 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError
+from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 
 NAMES = [field.name for field in dataclasses.fields(CallbackSettings) if field.name != "custom"]
+PARTS = {part.type: part for part in CallbackPart.members}
+ORDER = [
+    "metrics", "weight_norm", "peak_memory", "info", "progress", "json", "tensorboard", "grad_norms", "parameter_norms",
+    "trackers", "textgen", "diloco", "control", "divergence", "early_stopping", "profiler",
+]  # fmt: skip
+"""Of the events among them."""
 NEEDS_A_PACKAGE = {"trackers"}
-
-
-def settings_of(name: str) -> Any:
-    return get_args(get_type_hints(CallbackSettings)[name])[0]
 
 
 def config(*overrides: str) -> Config:
@@ -61,36 +65,48 @@ def test_the_options() -> None:
         active(config(f"callbacks={option}").callbacks) for option in ("full", "default", "minimal")
     )
     assert minimal < default < full
-    assert full == set(NAMES) - NEEDS_A_PACKAGE
+    assert full == {*ORDER} - NEEDS_A_PACKAGE
     assert {"control", "divergence"} <= default
 
 
 def test_every_callback_can_be_built_in_the_order_of_events(tmp_path: Path) -> None:
-    assert {each.config_name: each.kind for each in CLASSES} == {name: settings_of(name) for name in NAMES}
+    assert {*NAMES} == {*PARTS}
     built = [name for name, _ in build_callbacks(config("callbacks=full").callbacks, RunDir(tmp_path), config_tree={})]
-    assert built == [each.config_name for each in CLASSES if each.config_name not in NEEDS_A_PACKAGE]
-    shown, acts = built.index("json"), built.index("early_stopping")
-    assert max(built.index(name) for name in ("metrics", "weight_norm", "peak_memory")) < shown < acts
+    assert built == [name for name in ORDER if name not in NEEDS_A_PACKAGE]
     assert list(tmp_path.iterdir()) == []
-    for callback in (each() for each in CLASSES):  # as a script makes it
-        assert (callback.settings, callback.name) == (callback.kind(), callback.config_name)
+    for name, part in PARTS.items():  # as a script makes it
+        callback = part().load_maker()()
+        assert (callback.settings, callback.kind, callback.name) == (part(), part, name)
+        fields = [field.name for field in dataclasses.fields(part)]
+        assert "type" not in fields, f"callbacks.{name}: no tree has a type there; write type = {name!r}"
 
 
 def test_each_is_added_with_its_defaults_and_removed_by_one_override(tmp_path: Path) -> None:
-    added = config("~callbacks", *(f"+callbacks.{name}={{}}" for name in NAMES)).callbacks
-    assert {name: getattr(added, name) for name in NAMES} == {name: settings_of(name)() for name in NAMES}
-    assert [name for name, _ in build_callbacks(added, RunDir(tmp_path))] == [each.config_name for each in CLASSES]
-    present = sorted(set(NAMES) - NEEDS_A_PACKAGE)
+    settings = config("~callbacks", *(f"+callbacks.{name}={{}}" for name in NAMES))
+    added = settings.callbacks
+    assert make_plan(settings).ranks
+    assert {name: getattr(added, name) for name in NAMES} == {name: part() for name, part in PARTS.items()}
+    built = [name for name, _ in build_callbacks(added, RunDir(tmp_path))]
+    assert [name for name in built if name in ORDER] == ORDER
+    present = sorted({*ORDER} - NEEDS_A_PACKAGE)
     halves = [f"~callbacks.{name}" for name in present[::2]], [f"callbacks.{name}=null" for name in present[1::2]]
     for words, left in zip(halves, (present[1::2], present[::2]), strict=True):
         assert active(config("callbacks=full", *words).callbacks) == {*left}
+
+
+def test_each_setting_is_explained() -> None:
+    [group] = explain("callbacks")
+    assert isinstance(group, ExplainedGroup)
+    own = [f"callbacks.{name}.{each.name}" for name, part in PARTS.items() for each in dataclasses.fields(part)]
+    assert [path for path in own if not group.settings[path]] == []
 
 
 def test_importing_them_is_cheap() -> None:
     assert not {"torch", "pydantic", "forgather_cli.callbacks.base"} & modules_after("import forgather_cli.callbacks")
     loaded = modules_after("from forgather_cli.callbacks import DivergenceDetector, TrainerCallback")
     assert not {"torch", "hydra", "forgather_cli.callbacks.textgen"} & loaded
-    assert {each.__name__ for each in CLASSES} <= set(forgather_cli.callbacks.__all__)
+    makers = {part.maker.rpartition(":")[2] for part in PARTS.values()}
+    assert makers <= {*forgather_cli.callbacks.__all__}
     for name in forgather_cli.callbacks.__all__:
         assert getattr(forgather_cli.callbacks, name).__name__ == name
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import io
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,8 @@ from safetensors.torch import load_file
 from users_callbacks import EveryEvent
 
 from forgather_cli.callbacks.base import EVENTS
-from forgather_cli.config.schema import Config
+from forgather_cli.checkpoint.load import Reader
+from forgather_cli.config.schema import CallbackPart, Config
 from forgather_cli.control import registry
 from forgather_cli.errors import CallbackError
 from forgather_cli.run_dir import RunDir
@@ -34,6 +37,8 @@ FULL = [
     "+callbacks.seen._target_=test_callbacks_strategies.Seen",
 ]  # fmt: skip
 MORE = ["max_steps=20", "callbacks.early_stopping.patience=1", "callbacks.early_stopping.threshold=100"]
+LOGGED, EVALUATED = [1, 2, 4, 6, 8, 10, 12], [4, 8, 12]
+"""Steps of a run that ``MORE`` ends."""
 
 
 RARE = {"on_predict", "on_exception", "on_divergence", "on_rollback"}
@@ -54,19 +59,74 @@ class Seen(EveryEvent):
 
 @dataclass(frozen=True)
 class Run:
-    """``told``: by the callback ``name`` of each rank. ``records``: by file, at the end of training."""
+    """``told``: by the callback ``name`` of each rank, with what the rank has ``printed``, and its ``outer`` loop.
+    ``records``: by file, at the end of training."""
 
     path: Path
     told: list[Any]
     records: dict[str, list[dict[str, Any]]]
+
+    def steps(self, key: str, file: str = "metrics.jsonl") -> list[int]:
+        """Of the records that have ``key``."""
+        return [record["step"] for record in self.records[file] if key in record]
+
+    def state(self, name: str) -> Any:
+        """Of a callback, in the last checkpoint."""
+        return Reader(RunDir(self.path).checkpoint(12)).state("callbacks")[name]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a callback is known by: ``holds`` of a run that has it, after 8 steps is gone on with, and ends after 12.
+    ``words``: overrides that give it to ``callbacks=full``."""
+
+    holds: Callable[[Run], object]
+    words: tuple[str, ...] = ()
+
+
+def of_tensorboard(folder: Path) -> list[int]:
+    return sorted({event.step for event in tiny.tensorboard(folder).Scalars("train/loss")})
+
+
+def profiles(run: Run) -> set[str]:
+    return {file.name for file in (run.path / "profile").glob("*.txt")}
+
+
+ROWS = {
+    "metrics": Row(lambda run: run.steps("tok_per_sec")[-1] == 12),
+    "weight_norm": Row(lambda run: run.steps("weight_norm") == LOGGED),
+    "peak_memory": Row(lambda run: run.steps(f"peak_mem_rank_{len(run.told) - 1}") == LOGGED),
+    "info": Row(lambda run: " parameters\n" in run.told[0]["printed"]),
+    "progress": Row(lambda run: "step 12/20 " in run.told[0]["printed"]),
+    "json": Row(lambda run: run.steps("loss") == LOGGED),
+    "tensorboard": Row(lambda run: of_tensorboard(run.path / "tensorboard") == LOGGED),
+    "grad_norms": Row(lambda run: run.steps("norms", "gradient_norms.jsonl") == EVALUATED),
+    "parameter_norms": Row(lambda run: run.steps("spectral_norms", "parameter_norms.jsonl") == EVALUATED),
+    "trackers": Row(
+        lambda run: of_tensorboard(run.path / "trackers/p") == LOGGED,
+        ("+callbacks.trackers.names=[tensorboard]", "+callbacks.trackers.project=p"),
+    ),
+    "textgen": Row(lambda run: (run.path / "samples.txt").read_text().count("=== step ") == 3),
+    "diloco": Row(lambda run: run.told[0]["outer"] is None),  # without a server it does nothing; tests/diloco
+    "control": Row(lambda run: run.told[0]["jobs"] == {1}),
+    "divergence": Row(lambda run: run.state("divergence")["seen"] == len(LOGGED)),
+    "early_stopping": Row(lambda run: run.told[0]["events"][-1] == ("on_train_end", 12)),
+    "profiler": Row(lambda run: {f"rank-{len(run.told) - 1}-steps-{n}.txt" for n in ("3-4", "11-12")} <= profiles(run)),
+}
+
+
+def everything() -> list[str]:
+    return [*FULL, *(word for row in ROWS.values() for word in row.words)]
 
 
 def on_a_rank(config: Config, path: Path, home: Path, name: str) -> Any:
     """Train, in a config home of its own; returns what the callback ``name`` keeps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", str(home))
-        trainer = tiny.train(config, RunDir(path))
-    return vars(trainer.callbacks.by_name[name])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            trainer = tiny.train(config, RunDir(path))
+    seen = vars(trainer.callbacks.by_name[name])
+    return {**seen, "printed": printed.getvalue(), "outer": trainer.run.outer}
 
 
 def train(strategy: str, path: Path, name: str, *overrides: str, callbacks: str = "minimal") -> Run:
@@ -83,7 +143,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
 
     @functools.cache
     def of(strategy: str) -> Run:
-        return train(strategy, tmp_path_factory.mktemp(strategy) / "run", "seen", *FULL, callbacks="full")
+        return train(strategy, tmp_path_factory.mktemp(strategy) / "run", "seen", *everything(), callbacks="full")
 
     return of
 
@@ -94,7 +154,7 @@ def resumed(full: Callable[[str], Run]) -> Callable[[str], Run]:
 
     @functools.cache
     def of(strategy: str) -> Run:
-        words = [*FULL, *MORE, "resume_from_checkpoint=true"]
+        words = [*everything(), *MORE, "resume_from_checkpoint=true"]
         return train(strategy, full(strategy).path, "seen", *words, callbacks="full")
 
     return of
@@ -174,6 +234,13 @@ def test_a_resumed_run_goes_on_and_early_stopping_ends_it(
     assert names == {f"rank-{rank}-steps-{steps}.txt" for rank in range(len(run.told)) for steps in ("3-4", "11-12")}
     assert (run.path / "samples.txt").read_text().count("=== step ") == 3
     assert RunDir(run.path).checkpoint_steps() == [4, 8, 12]
+
+
+@pytest.mark.parametrize("strategy", ["single", "pipeline"])
+@pytest.mark.parametrize("name", [part.type for part in CallbackPart.members])
+def test_each_leaves_what_its_row_says(resumed: Callable[[str], Run], name: str, strategy: str) -> None:
+    assert name in ROWS, f"callbacks.{name} has no row in ROWS, which says what a run with it leaves"
+    assert ROWS[name].holds(resumed(strategy))
 
 
 def test_callbacks_for_the_hugging_face_trainer_run_unchanged(tmp_path: Path) -> None:

@@ -14,12 +14,12 @@ from ranks import run_ranks
 from selection import some
 from torch import Tensor, nn
 
+from forgather_cli import Trainer
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.callbacks.parameter_norms import SpectralNorms
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer import Trainer
 
 Norms = dict[str, float]
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from two_ranks import train_in_pool
 from users_callbacks import EveryEvent
 
+from forgather_cli import Trainer
 from forgather_cli.callbacks.base import EVENTS, TrainerCallback
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.errors import TrainingError
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer import Trainer
 
 WEIGHT = "model.layers.0.mlp.up_proj.weight"
 PIPELINE = ("trainer=pipeline", "n_microbatches=4")

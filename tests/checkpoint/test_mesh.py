@@ -19,13 +19,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.callbacks.parameter_norms import SpectralNorms
 from forgather_cli.config.schema import MuonSettings
 from forgather_cli.distributed import gather, rank_in
 from forgather_cli.errors import SetupError
-from forgather_cli.loss import CrossEntropy, ModelWithLoss, model_kwargs, model_logits, num_targets
+from forgather_cli.labels import num_targets
+from forgather_cli.loss.base import ModelWithLoss
+from forgather_cli.loss.losses import CrossEntropy
+from forgather_cli.loss.model_io import model_kwargs, model_logits
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import allocate, init_parameters
 from forgather_cli.models.parts import named_tensors, trainable_parameters
@@ -33,7 +37,6 @@ from forgather_cli.optim.build import build_optimizer
 from forgather_cli.run_dir import RunDir
 from forgather_cli.shards import box_of, local, needs_exchange
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
-from forgather_cli.trainer import Trainer, TrainingArguments
 
 PLAN = {
     **{f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"},

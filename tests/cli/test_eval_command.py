@@ -24,7 +24,8 @@ from forgather_cli.cli.evaluate import config_to_evaluate
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.inference.evaluation import evaluate_source
 from forgather_cli.launch.processes import is_running
-from forgather_cli.loss import CrossEntropy, EvalMetrics, LinearCrossEntropy, UserFusedLoss, UserLoss
+from forgather_cli.loss.eval_metrics import EvalMetrics
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy, UserFusedLoss, UserLoss
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 

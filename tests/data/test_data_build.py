@@ -23,9 +23,9 @@ from program import modules_after
 from stepwise import Stepwise
 from streams import all_ids
 
-from forgather_cli.config.schema import SyntheticSettings, Target, TextSettings, TokensSettings
+from forgather_cli.config.schema import DataTarget, SyntheticSettings, TextSettings, TokensSettings
 from forgather_cli.data import cache as cache_module
-from forgather_cli.data.build import cached_token_counts, load_data
+from forgather_cli.data.build import load_data, source_of
 from forgather_cli.data.cache import Cache
 from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.splits import DataSplits
@@ -169,7 +169,7 @@ def test_killed_builder_leaves_nothing_in_the_way(corpus: Path, cache: str) -> N
     os.kill(builder.pid, signal.SIGKILL)
     builder.ends()
     assert [name for name in token_dirs(cache) if name.startswith(".tmp-")], "killed in the middle"
-    assert cached_token_counts(text(corpus, cache)) is None
+    assert source_of(text(corpus, cache)).counts() is None
     assert len(load(text(corpus, cache)).train) > 10
     assert len(token_dirs(cache)) == 1
     assert not token_dirs(cache)[0].startswith(".")
@@ -242,7 +242,7 @@ def test_damaged_cache_is_built_again(corpus: Path, cache: str) -> None:
     expected = all_ids(load(text(corpus, cache)).train)
     directory = Path(cache, "tokens", token_dirs(cache)[0])
     os.truncate(directory / "train.bin", 100)
-    assert cached_token_counts(text(corpus, cache)) is None
+    assert source_of(text(corpus, cache)).counts() is None
     assert all_ids(load(text(corpus, cache)).train) == expected
     (directory / "meta.json").write_text("{")
     assert all_ids(load(text(corpus, cache)).train) == expected
@@ -267,18 +267,18 @@ def test_a_file_system_that_cannot_sync_a_directory_holds_the_cache(
 
 def test_counts_without_building_and_without_torch(corpus: Path, cache: str) -> None:
     option = text(corpus, cache, packing="best_fit")
-    assert cached_token_counts(option) is None
+    assert source_of(option).counts() is None
     assert not Path(cache).exists(), "a plan writes nothing"
     data = load(option)
     expected = {key: data.description[key] for key in ("train_tokens", "eval_tokens", "train_samples", "eval_samples")}
-    assert cached_token_counts(option) == {"vocab_size": 257, **expected}
-    concat = cached_token_counts(text(corpus, cache))
+    assert source_of(option).counts() == {"vocab_size": 257, **expected}
+    concat = source_of(text(corpus, cache)).counts()
     assert concat["train_samples"] == len(load(text(corpus, cache)).train)
     code = f"""
 from forgather_cli.config.schema import TextSettings
-from forgather_cli.data.build import cached_token_counts
+from forgather_cli.data.build import source_of
 from forgather_cli.data.chat import template
-assert cached_token_counts(TextSettings(files=[{str(corpus)!r}], cache_dir={cache!r}, seq_len=32))
+assert source_of(TextSettings(files=[{str(corpus)!r}], cache_dir={cache!r}, seq_len=32)).counts()
 """
     assert not {"torch", "tokenizers"} & modules_after(code)
 
@@ -311,7 +311,7 @@ def test_documents_of_token_files(tmp_path: Path, cache: str) -> None:
     assert data.train.__getitems__([0])["document_ids"].tolist() == [[1, 1, 1, 2, 2, 2, 2, 3]]
     packed = load(tokens(cache, path, document_separator=0, packing="pad", eval_fraction=0.0))
     assert packed.train.__getitems__([0])["input_ids"].tolist() == [[1, 2, 0, 256, 256, 256, 256, 256]]
-    assert cached_token_counts(option) == {
+    assert source_of(option).counts() == {
         "vocab_size": 257, "train_tokens": 9, "train_samples": 1, "eval_tokens": 15, "eval_samples": 2,
     }  # fmt: skip
 
@@ -413,7 +413,7 @@ def test_synthetic_is_a_function_of_seed_and_number(cache: str) -> None:
     lengths = (batch["labels"] != -100).sum(1)
     assert 2 <= lengths.min() < lengths.max() <= 16
     assert batch["input_ids"].max() < 257
-    assert cached_token_counts(option) == {
+    assert source_of(option).counts() == {
         "vocab_size": 257, "train_tokens": 800, "train_samples": 50, "eval_tokens": 160, "eval_samples": 10,
     }  # fmt: skip
 
@@ -429,7 +429,7 @@ def make_data(kind: str) -> Any:
 
 def test_data_of_the_user() -> None:
     def target(kind: str) -> DataSplits:
-        return load(Target(path=f"{__name__}.make_data", kwargs={"kind": kind}))
+        return load(DataTarget(path=f"{__name__}.make_data", kwargs={"kind": kind}))
 
     assert (target("alone").seq_len, target("alone").eval, target("mapping").seq_len) == (3, None, 9)
     pair = target("pair")
@@ -442,4 +442,4 @@ def test_data_of_the_user() -> None:
     with pytest.raises(DataError, match="returned a mapping without 'train'"):
         target("none")
     with pytest.raises(ConfigError, match=r"data\._target_: cannot import no\.such\.thing"):
-        load(Target(path="no.such.thing"))
+        load(DataTarget(path="no.such.thing"))

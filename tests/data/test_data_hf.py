@@ -16,7 +16,7 @@ from ranks import run_ranks
 from streams import all_rows, assert_goes_on_from_anywhere, in_order, rows_of, steps_of, write_dataset
 
 from forgather_cli.config.schema import HfSettings, InstructSettings, TextSettings
-from forgather_cli.data.build import cached_token_counts, load_data
+from forgather_cli.data.build import load_data, source_of
 from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import DataError
@@ -57,7 +57,7 @@ def test_local_files_give_the_samples_of_data_text(folder: Path) -> None:
         assert all_rows(data.eval) == all_rows(text.eval)
         fingerprints.add(data.fingerprint)
     assert fingerprints == {data.fingerprint} != {load(option(folder, "a.jsonl", **settings)).fingerprint}, "by content"
-    assert cached_token_counts(option(folder, "a.jsonl")) is None
+    assert source_of(option(folder, "a.jsonl")).counts() is None
     assert data.description["train_documents"] + data.description["eval_documents"] == 90
     assert (data.description["type"], data.description["split"]) == ("hf", "train")
     assert (folder / "cache" / "datasets").is_dir(), "what the library makes of local files is in our cache"

@@ -15,7 +15,7 @@ from chats import conversation, write_chats, write_lines
 from parity import LAYOUTS, assert_parity, train
 
 from forgather_cli.config.schema import InstructSettings
-from forgather_cli.data.build import cached_token_counts, load_data
+from forgather_cli.data.build import load_data, source_of
 from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.packing import in_turn
 from forgather_cli.data.splits import DataSplits
@@ -23,7 +23,7 @@ from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.errors import DataError
 from forgather_cli.inference.source import load_source
 from forgather_cli.labels import LENGTHS
-from forgather_cli.loss import model_kwargs
+from forgather_cli.loss.model_io import model_kwargs
 
 WITHOUT_BLOCKS = CHATML.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
 NONE = -100
@@ -180,11 +180,11 @@ def test_the_fingerprint_follows_what_changes_samples(corpus: Path, directory: P
 
 def test_counts_are_known_without_reading(corpus: Path, directory: Path) -> None:
     chosen = option(corpus, directory, eval_fraction=0.3)
-    assert cached_token_counts(chosen) is None
+    assert source_of(chosen).counts() is None
     data = load_data(chosen, seed=0)
     counts = {f"{split}_tokens": data.description[f"{split}_tokens"] for split in ("train", "eval")}
     rows = {"train_samples": len(data.train), "eval_samples": len(data.eval)}
-    assert cached_token_counts(chosen) == {"vocab_size": data.tokenizer.vocab_size, **counts, **rows}
+    assert source_of(chosen).counts() == {"vocab_size": data.tokenizer.vocab_size, **counts, **rows}
 
 
 def test_held_out_conversations(corpus: Path, directory: Path, tmp_path: Path) -> None:

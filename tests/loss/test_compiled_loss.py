@@ -14,8 +14,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
 
 from forgather_cli.errors import ModelError, PartError
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, Loss, ModelWithLoss
+from forgather_cli.loss.base import Loss, ModelWithLoss
 from forgather_cli.loss.eval_metrics import EvalMetrics
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models.transform import apply_activation_checkpointing, blocks_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch 2.13's dynamo reads it itself

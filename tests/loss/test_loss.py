@@ -16,17 +16,11 @@ from torch import Tensor, nn
 from forgather_cli.callbacks.metrics import take_interval_peak
 from forgather_cli.config.schema import CrossEntropySettings, DecoderSettings, LinearCrossEntropySettings, Target
 from forgather_cli.errors import ConfigError, ModelError, PartError
-from forgather_cli.labels import targets_of
-from forgather_cli.loss import (
-    Loss,
-    ModelWithLoss,
-    build_loss,
-    cross_entropy_sum,
-    linear_cross_entropy_sum,
-    model_kwargs,
-    model_logits,
-    num_targets,
-)
+from forgather_cli.labels import num_targets, targets_of
+from forgather_cli.loss.base import Loss, ModelWithLoss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.loss.model_io import model_kwargs, model_logits
+from forgather_cli.loss.sums import cross_entropy_sum, linear_cross_entropy_sum
 from forgather_cli.models.decoder import Decoder, resolve_decoder
 
 B, T, V, E = 3, 17, 53, 16

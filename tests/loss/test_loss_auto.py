@@ -11,13 +11,14 @@ import yaml
 from program import forgather
 from test_loss_kernels import STANDINS
 
+from forgather_cli import TrainingArguments
 from forgather_cli.config.decided import decided
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config, CrossEntropySettings, LigerSettings, LinearCrossEntropySettings
 from forgather_cli.hardware import chunk_tokens
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, build_loss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
 from forgather_cli.plan.run import make_plan
-from forgather_cli.trainer import TrainingArguments
 
 SMALL = ["data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "warmup_steps=1", "max_steps=1", "precision=fp32"]  # fmt: skip

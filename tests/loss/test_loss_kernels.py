@@ -27,9 +27,12 @@ from test_loss import OPTIONS, B, E, T, V, labels, of_options
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forgather_cli.config.schema import CutCrossEntropySettings, KernelLoss, LigerSettings
+from forgather_cli.config.schema import CutCrossEntropySettings, LigerSettings, LossSettings
 from forgather_cli.errors import ModelError, SetupError
-from forgather_cli.loss import CutCrossEntropy, EvalMetrics, Liger, Loss, ModelWithLoss, build_loss
+from forgather_cli.loss.base import Loss, ModelWithLoss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.loss.eval_metrics import EvalMetrics
+from forgather_cli.loss.kernels import CutCrossEntropy, Liger
 from forgather_cli.strategies.base import Batch
 
 CPU = torch.device("cpu")
@@ -122,7 +125,7 @@ of_kernels = pytest.mark.parametrize("option", [LigerSettings(), CutCrossEntropy
 
 @of_kernels
 def test_tied_and_above_a_frozen_body_a_head_gets_the_gradients_of_plain_pytorch(
-    standins: None, option: KernelLoss
+    standins: None, option: LossSettings
 ) -> None:
     frozen = Head()
     frozen.hidden.requires_grad_(False)
@@ -131,14 +134,14 @@ def test_tied_and_above_a_frozen_body_a_head_gets_the_gradients_of_plain_pytorch
 
 
 @of_kernels
-def test_no_targets_give_zero_and_no_gradient(standins: None, option: KernelLoss) -> None:
+def test_no_targets_give_zero_and_no_gradient(standins: None, option: LossSettings) -> None:
     found = results(build_loss(option), Head(), batch(ignored=1.0))
     assert len(found) == 3
     assert not any(t.any() for t in found)
 
 
 @of_kernels
-def test_products_follow_autocast(standins: None, option: KernelLoss) -> None:
+def test_products_follow_autocast(standins: None, option: LossSettings) -> None:
     model, exact = Head(), defined(Head(), batch())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found, expected = results(build_loss(option), model, batch()), defined(model, batch())

@@ -13,7 +13,9 @@ from chats import write_model
 from paired import mixture, model
 
 from forgather_cli.data.paired.rows import Shape, batch_of_rows
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, ModelWithLoss, model_logits
+from forgather_cli.loss.base import ModelWithLoss
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
+from forgather_cli.loss.model_io import model_logits
 from forgather_cli.models.generate import generate, prompt_inputs
 
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor
 
 from forgather_cli.config.schema import RopeScaling
-from forgather_cli.loss import model_logits
+from forgather_cli.loss.model_io import model_logits
 from forgather_cli.models.generate import generate, left_padded
 
 decoder = partial(tiny.decoder, 1, initializer_range=0.3)

@@ -25,7 +25,7 @@ from forgather_cli.config.schema.decoder import family_of
 from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.inference.source import load_source
 from forgather_cli.models import files
-from forgather_cli.models.build import build_model, initialize, load_pretrained
+from forgather_cli.models.build import build_model, initialize
 from forgather_cli.models.init import allocate, init_parameters
 from forgather_cli.models.pretrained import decoder_settings_from_hf, hf_config, read_settings, write_model_files
 from forgather_cli.models.resize import NOISE, grown_vocabulary, new_rows
@@ -69,9 +69,9 @@ def saved(path: Path, model_type: str = "llama", *, shard: str | None = None, **
 
 def loaded(path: Path) -> nn.Module:
     with torch.device("meta"):
-        model = build_model(PretrainedSettings(path=str(path)), vocab_size=V, seq_len=20)
+        model = build_model(option := PretrainedSettings(path=str(path)), vocab_size=V, seq_len=20)
     allocate(model, "cpu")
-    load_pretrained(model, path)
+    initialize(option, model, 0)
     return model.eval()
 
 

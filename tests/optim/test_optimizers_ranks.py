@@ -6,12 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+from option_rows import OPTIMIZERS
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from forgather_cli.config.schema import AdamWSettings, GroupSettings, MuonSettings, OptimizerOption, SGDSettings
+from forgather_cli.config.schema import (
+    AdamWSettings,
+    GroupSettings,
+    MuonSettings,
+    OptimizerOption,
+    OptimizerSettings,
+)
 from forgather_cli.errors import CheckpointError
 from forgather_cli.optim.build import Optimizers, build_optimizer
 from forgather_cli.optim.state import merge_group_states
@@ -23,9 +30,9 @@ SHAPES = {
 }  # fmt: skip
 """Rows that do not divide by 2 or 4, and fewer of them than ranks."""
 CAUTIOUS = MuonSettings(momentum_warmup_steps=4, cautious_weight_decay=True)
-OPTIONS: dict[str, OptimizerOption] = {
-    "adamw": AdamWSettings(), "adamw, not fused": AdamWSettings(fused=False),
-    "sgd": SGDSettings(momentum=0.9, nesterov=True), "muon": MuonSettings(), "muon, warmed up and cautious": CAUTIOUS,
+OPTIONS = {
+    f"{n} {row.option.type}": row.option for n, row in enumerate(OPTIMIZERS)
+    if isinstance(row.option, OptimizerSettings) and row.option.trains_shards
 }  # fmt: skip
 
 

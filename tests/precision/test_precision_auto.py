@@ -12,11 +12,10 @@ import yaml
 from processors import pretend
 from program import forgather
 
-from forgather_cli import hardware
+from forgather_cli import TrainingArguments, hardware
 from forgather_cli.config.load import load_config
 from forgather_cli.hardware import bf16_on
 from forgather_cli.plan.run import make_plan
-from forgather_cli.trainer import TrainingArguments
 
 SMALL = ["model=nano", "data=synthetic", "seq_len=16", "num_samples=64", "num_eval_samples=4", "global_batch_size=4",
          "callbacks=minimal", "warmup_steps=1", "max_steps=1", "device=cpu"]  # fmt: skip

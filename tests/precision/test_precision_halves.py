@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forgather_cli.config.schema import BF16Settings, DDPSettings, PipelineSettings, RunSettings, SingleSettings
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy, Loss
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models import transform
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.strategies.base import ModelSpec
-from forgather_cli.strategies.ddp import DataParallel
-from forgather_cli.strategies.pipeline import Pipeline
-from forgather_cli.strategies.single import SingleDevice
 
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 TARGETS = torch.tensor(3 * 60.0)
@@ -76,9 +74,10 @@ def plain(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
     return total, gradients(model)
 
 
-def stepped(made: Any, kind: Any = SingleDevice, option: Any = None, loss: Loss | None = None, **changes: Any):
+def stepped(made: Any, option: Any = None, loss: Loss | None = None, **changes: Any):
     """(share of the loss, gradients, how often each matrix was rounded, the strategy) of one step."""
-    strategy = kind.from_settings(option or SingleSettings(), CPU, loss or CrossEntropy(), BF16Settings())
+    option = option or SingleSettings()
+    strategy = option.load_maker()(option, CPU, loss or CrossEntropy(), BF16Settings())
     strategy.materialize(ModelSpec(made, **changes))
     with Casts({name: w for part in strategy.parts for name, w in matrices(part).items()}) as casts:
         share = strategy.forward_backward(batches(), TARGETS)
@@ -174,29 +173,29 @@ def test_compiled_blocks_share_them_too(backend: str, checkpointing: bool, monke
     torch.compiler.reset()
 
 
-def on_ranks(kind: Any, option: Any) -> tuple[dict[str, int], list[str]]:
+def on_ranks(option: Any) -> tuple[dict[str, int], list[str]]:
     """How often each matrix was rounded; what differs from a step in which nothing is shared."""
     model = partial(tiny.decoder, num_hidden_layers=4)
     worth, transform._WORTH_SHARING = transform._WORTH_SHARING, 1
-    share, found, rounded, _ = stepped(model, kind, option)
+    share, found, rounded, _ = stepped(model, option)
     transform._WORTH_SHARING = 1 << 30
-    share_apart, apart, *_ = stepped(model, kind, option)
+    share_apart, apart, *_ = stepped(model, option)
     transform._WORTH_SHARING = worth
     differing = [name for name, gradient in apart.items() if not torch.equal(found[name], gradient)]
     return rounded, differing + ["loss"] * (not torch.equal(share, share_apart))
 
 
 @pytest.mark.parametrize(
-    ("kind", "option"),
+    "option",
     [
-        (DataParallel, DDPSettings()),
-        (DataParallel, DDPSettings(static_graph=True)),
-        (Pipeline, PipelineSettings(n_microbatches=2)),
-        (Pipeline, PipelineSettings(n_microbatches=4, schedule="ZBVZeroBubble")),
+        DDPSettings(),
+        DDPSettings(static_graph=True),
+        PipelineSettings(n_microbatches=2),
+        PipelineSettings(n_microbatches=4, schedule="ZBVZeroBubble"),
     ],
     ids=["ddp", "ddp, static graph", "1F1B", "ZBVZeroBubble"],
 )
-def test_every_strategy_computes_with_them_what_it_computes_without(kind: Any, option: Any) -> None:
-    for rounded, differing in run_ranks(2, on_ranks, kind, option):
+def test_every_strategy_computes_with_them_what_it_computes_without(option: Any) -> None:
+    for rounded, differing in run_ranks(2, on_ranks, option):
         assert differing == []
         assert set(rounded.values()) == {1}

@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config, LoRASettings
 from forgather_cli.errors import ConfigError, ModelError
-from forgather_cli.loss import CrossEntropy
+from forgather_cli.loss.losses import CrossEntropy
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.layers import RMSNorm
 from forgather_cli.models.rope import RotaryEmbedding
 from forgather_cli.plan.activations import activations_of
-from forgather_cli.precision import autocast_for
+from forgather_cli.precision.dtypes import autocast_for
 from forgather_cli.strategies.single import SingleDevice
 from forgather_cli.trainer.build import model_spec
 

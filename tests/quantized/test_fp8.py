@@ -15,21 +15,21 @@ import tiny
 import torch
 from program import forgather
 from refusals import case, table
-from test_qat import assert_rounded_alike
+from test_qat import assert_rounded_alike, converted
 from tiny import token_batch
 from torch import Tensor, nn
 
 from forgather_cli.callbacks.metrics import DefaultMetrics, _matmul_kind, peak_flops
 from forgather_cli.config.schema import FP8Settings
 from forgather_cli.errors import ModelError, SetupError
-from forgather_cli.precision import autocast_for
-from forgather_cli.quantized.convert import Conversion, converted, emulated
+from forgather_cli.precision.dtypes import autocast_for
+from forgather_cli.quantized.convert import Conversion, emulated
 
 CPU = torch.device("cpu")
 
 
 def conversion(model: nn.Module, **settings: Any) -> Conversion:
-    return converted(model, FP8Settings(**settings), CPU)
+    return converted(model, FP8Settings(**settings))
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
@@ -41,7 +41,7 @@ def test_losses_and_gradients_are_torchaos(recipe: str) -> None:
         tiny.decoder(), config=config, module_filter_fn=lambda module, name: name != "lm_head"
     )
     found, settings = tiny.decoder(), FP8Settings(fp8_recipe=recipe)
-    converted(found, settings, CPU)
+    converted(found, settings)
     assert_rounded_alike(found, reference, autocast_for(settings, CPU), partial(torch.autocast, "cpu", torch.bfloat16))
 
 
@@ -63,7 +63,7 @@ def test_layers_that_are_left_are_listed_with_the_reason() -> None:
     model = nn.ModuleDict(given)
     done = conversion(model, exclude=[r"layers\.1$"], fp8_recipe="rowwise")
     assert done.converted == ("fits", "layers.0", "layers.2")
-    assert list(done.lines()) == [
+    assert list(done) == [
         "3 of 6 linear layers multiply in float8 (rowwise, emulated): fits, layers.0, layers.2",
         "left as they are, sizes are not multiples of 16: odd",
         "left as they are, Scaled has a forward of its own: scaled",
@@ -72,14 +72,14 @@ def test_layers_that_are_left_are_listed_with_the_reason() -> None:
     assert type(model["scaled"]) is Scaled
     wider = conversion(nn.ModuleDict({"fits": nn.Linear(64, 32), "odd": nn.Linear(32, 48)}), fp8_dim_alignment=32)
     assert (wider.converted, wider.left) == (("fits",), {"odd": "sizes are not multiples of 32"})
-    decoder_lines = list(conversion(tiny.decoder()).lines())
+    decoder_lines = list(conversion(tiny.decoder()))
     assert "model.layers.*.mlp.down_proj (2)" in decoder_lines[0]
     assert decoder_lines[1] == "left as they are, exclude has lm_head: lm_head"
 
 
 def test_emulation_is_chosen_by_the_device() -> None:
-    assert emulated(FP8Settings(), CPU)
-    assert emulated(FP8Settings(emulate=True), CPU)
+    assert emulated(None, CPU)
+    assert emulated(True, CPU)
 
 
 NOT_MULTIPLES = r"no linear layer of Linear can be converted \(: sizes are not multiples"
@@ -87,7 +87,7 @@ test_what_is_refused = table(
     case(ModelError, NOT_MULTIPLES, lambda: conversion(nn.Linear(8, 8))),
     case(ModelError, "it has none", lambda: conversion(nn.ReLU())),
     case(ModelError, "no linear layer of Linear can be converted", lambda: conversion(nn.Linear(32, 32), exclude=[""])),
-    case(SetupError, "emulate: cpu does not multiply in float8", emulated, FP8Settings(emulate=False), CPU),
+    case(SetupError, "emulate: cpu does not multiply in float8", emulated, False, CPU),
 )
 
 

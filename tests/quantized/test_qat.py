@@ -11,13 +11,13 @@ import torch
 from tiny import token_batch
 from torch import Tensor, nn
 
-from forgather_cli.config.schema import GROUP_SIZES, QATSettings
+from forgather_cli.config.schema import GROUP_SIZES, FP8Settings, QATSettings
 from forgather_cli.finalize.quantize import load_quantized, quantize_directory
-from forgather_cli.loss import CrossEntropy
+from forgather_cli.loss.losses import CrossEntropy
 from forgather_cli.plan.activations import activations_of
 from forgather_cli.plan.memory import half_copies
 from forgather_cli.plan.parameters import parameter_rows
-from forgather_cli.quantized.convert import converted
+from forgather_cli.quantized.convert import Conversion
 from forgather_cli.strategies.base import ModelSpec
 from forgather_cli.strategies.single import SingleDevice
 
@@ -37,6 +37,11 @@ def loss_and_gradients(model: nn.Module, autocast: Any = torch.enable_grad) -> t
     strategy.materialize(ModelSpec(lambda: model))
     share = strategy.forward_backward([token_batch()], torch.tensor(60.0))
     return share.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def converted(model: nn.Module, option: FP8Settings | QATSettings) -> Conversion:
+    done: Conversion = option.load_maker()(model, option, CPU)
+    return done
 
 
 def assert_rounded_alike(
@@ -70,7 +75,7 @@ def test_losses_and_gradients_are_torchaos(recipe: str) -> None:
     reference, found = tiny.decoder(), tiny.decoder()
     linear = {name for name, module in reference.named_modules() if isinstance(module, nn.Linear)} - {"lm_head"}
     quantization.quantize_(reference, QATConfig(base, step="prepare"), lambda module, name: name in linear)
-    done = converted(found, settings_for(recipe), CPU)
+    done = converted(found, settings_for(recipe))
     assert set(done.converted) == linear
     assert_rounded_alike(found, reference)
 
@@ -79,7 +84,7 @@ def test_losses_and_gradients_are_torchaos(recipe: str) -> None:
 def test_the_forward_is_that_of_the_stored_model(tmp_path: Path, recipe: str) -> None:
     settings, model = settings_for(recipe), tiny.decoder()
     tiny.pretrained(tmp_path, model)
-    converted(model, settings, CPU)
+    converted(model, settings)
     quantize_directory(tmp_path, recipe, group_size=settings.group_size, exclude=settings.exclude, tables=False)
     stored = load_quantized(tmp_path, CPU)
     plain, tokens = tiny.decoder(), token_batch()["input_ids"]
@@ -95,8 +100,8 @@ def test_the_forward_is_that_of_the_stored_model(tmp_path: Path, recipe: str) ->
 
 
 def test_groups_that_do_not_divide_a_row_leave_the_layer() -> None:
-    done = converted(tiny.decoder(intermediate_size=48), QATSettings(), CPU)
-    first, *left = done.lines()
+    done = converted(tiny.decoder(intermediate_size=48), QATSettings())
+    first, *left = done
     assert first.startswith("12 of 15 linear layers round as int8-dynamic-act-int4-weight in groups of 32: ")
     assert left == [
         "left as they are, groups of 32 do not divide their rows: model.layers.*.mlp.down_proj (2)",
@@ -107,7 +112,7 @@ def test_groups_that_do_not_divide_a_row_leave_the_layer() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_plan_counts_what_rounding_keeps(tmp_path: Path, recipe: str) -> None:
     plain, rounded = (tiny.decoder(hidden_size=64, intermediate_size=160, head_dim=32) for _ in range(2))
-    converted(rounded, QATSettings(qat_recipe=recipe, group_size=32 if recipe in GROUP_SIZES else None), CPU)
+    converted(rounded, QATSettings(qat_recipe=recipe, group_size=32 if recipe in GROUP_SIZES else None))
     configs = [
         tiny.config(tmp_path, *words) for words in ([], ["precision=qat", f"qat_recipe={recipe}", "warmup_steps=1"])
     ]

@@ -12,15 +12,15 @@ import tiny
 import torch
 import transformers
 from parity import LAYOUTS, Result, assert_near, go_on, scratch, train
+from test_qat import converted
 from tiny import token_batch
 
 from forgather_cli.config.schema import FP8Settings, QATSettings
 from forgather_cli.finalize.quantize import quantize_directory
 from forgather_cli.inference.source import load_source
-from forgather_cli.loss import CrossEntropy
+from forgather_cli.loss.losses import CrossEntropy
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.init import allocate, init_parameters
-from forgather_cli.quantized.convert import converted
 from forgather_cli.run_dir import RunDir
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_a_checkpoint_is_a_plain_model_whose_quantized_form_is_what_was_trained(
     quantize_directory(tmp_path / "model", "int8-dynamic-act-int4-weight", group_size=16)
     quantized = load_source(tmp_path / "model", device="cpu").model
     trained = load_source(path, device="cpu").model
-    converted(trained, QATSettings(group_size=16), CPU)
+    converted(trained, QATSettings(group_size=16))
     batch, losses = token_batch(), []
     with torch.no_grad():
         for model in (quantized, trained):
@@ -115,7 +115,7 @@ def test_converted_layers_keep_names_weights_and_how_they_start(settings: FP8Set
     with torch.device("meta"):
         model = Decoder(tiny.decoder_settings(tie_word_embeddings=True))
     before = dict(model.named_parameters())
-    converted(model, settings, CPU)
+    converted(model, settings)
     assert {name: id(p) for name, p in model.named_parameters()} == {name: id(p) for name, p in before.items()}
     assert model.head.weight is model.model.embed_tokens.weight
     allocate(model, CPU)

@@ -35,14 +35,14 @@ from whole_batch import (
     weights_of,
 )
 
+from forgather_cli import TrainingArguments
 from forgather_cli.config.schema import DDPSettings, PostLocalSGD, RunSettings, SingleSettings
 from forgather_cli.errors import ConfigError
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
 from forgather_cli.models.transform import apply_activation_checkpointing, compile_blocks
 from forgather_cli.strategies import ddp
 from forgather_cli.strategies.base import Batch
 from forgather_cli.strategies.ddp import DataParallel
-from forgather_cli.trainer import TrainingArguments
 
 
 def compiled_and_checkpointed() -> nn.Module:

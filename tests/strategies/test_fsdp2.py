@@ -24,11 +24,18 @@ from torch.utils._pytree import tree_leaves
 from whole_batch import CPU, Slices, agree, close, cut, even, global_batch, mean_loss, targets, whole
 from whole_batch import reference as steps_of
 
-from forgather_cli.config.schema import AdamWSettings, BF16Settings, FSDP2Settings, RunSettings, SGDSettings
+from forgather_cli.config.schema import (
+    AdamWSettings,
+    BF16Settings,
+    FSDP2Settings,
+    PretrainedSettings,
+    RunSettings,
+    SGDSettings,
+)
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import ModelError, SetupError
-from forgather_cli.loss import CrossEntropy, LinearCrossEntropy
-from forgather_cli.models.build import load_pretrained
+from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy
+from forgather_cli.models.build import initialize
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate
 from forgather_cli.models.init import init_parameters
@@ -58,7 +65,7 @@ class Case:
         loss = self.loss() if self.loss is CrossEntropy else LinearCrossEntropy(chunk_size=20)
         if self.change is compiled:  # with the head, whose weight is gathered then
             loss.compile(backend="aot_eager", fullgraph=True)
-        strategy = FullyShard(CPU, loss, FSDP2Settings(**self.settings), BF16Settings() if self.bf16 else None)
+        strategy = FullyShard(FSDP2Settings(**self.settings), CPU, loss, BF16Settings() if self.bf16 else None)
         init = partial(init_parameters, seed=0)
         strategy.materialize(ModelSpec(lambda: on_meta(self.change, **self.model), init=init))
         return strategy
@@ -188,7 +195,7 @@ def trained_net(plan: Slices, settings: dict[str, Any], share: bool, meta: bool)
         with torch.device("meta" if meta else CPU):
             return net(dist.get_rank(), share)  # every rank draws other weights
 
-    strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(**settings))
+    strategy = FullyShard(FSDP2Settings(**settings), CPU, CrossEntropy())
     strategy.materialize(ModelSpec(build, init=(lambda part: init_parameters(part, 0)) if meta else None))
     return trained(strategy, plan)
 
@@ -221,7 +228,7 @@ def messages() -> list[str]:
         (Net(), {"replicate": 3}),
     ):
         with pytest.raises((ModelError, SetupError)) as caught:
-            FullyShard(CPU, CrossEntropy(), FSDP2Settings(**settings)).materialize(ModelSpec(lambda model=model: model))
+            FullyShard(FSDP2Settings(**settings), CPU, CrossEntropy()).materialize(ModelSpec(lambda model=model: model))
         found.append(str(caught.value))
     return found
 
@@ -318,7 +325,7 @@ def test_bf16_is_a_policy(loss: Any, settings: dict[str, Any]) -> None:
 
 
 def bf16_net() -> float:
-    strategy = FullyShard(CPU, CrossEntropy(), precision=BF16Settings())
+    strategy = FullyShard(FSDP2Settings(), CPU, CrossEntropy(), BF16Settings())
     strategy.materialize(ModelSpec(lambda: net(0, False)))
     batch = global_batch(0)
     return float(strategy.forward_backward([batch], 2 * targets(batch)))
@@ -329,7 +336,7 @@ def test_hidden_states_in_fp32_enter_blocks_in_bf16() -> None:
 
 
 def fused(option: Any, fuse: bool, replicate: int) -> tuple[list[float], dict[str, Tensor], bool]:
-    strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(replicate=replicate))
+    strategy = FullyShard(FSDP2Settings(replicate=replicate), CPU, CrossEntropy())
     strategy.materialize(ModelSpec(lambda: net(0, False)))
     parameters = named(strategy)
     build = FusedBackward if fuse else build_optimizer
@@ -365,7 +372,7 @@ def script(folder: str, sharded: bool) -> tuple[list[dict[str, Any]], dict[str, 
     trainer = tiny.script(
         folder, None, tiny.RandomTokens(ragged=True), max_steps=4, logging_steps=1, fuse_optim_with_backward=True,
         max_grad_norm=None, per_device_train_batch_size=4 if sharded else 8,
-        strategy=FullyShard(CPU, CrossEntropy()) if sharded else None,
+        strategy=FullyShard(FSDP2Settings(), CPU, CrossEntropy()) if sharded else None,
     )  # fmt: skip
     trainer.train()
     return trainer.state.log_history, {n: whole(p) for n, p in trainer.model.state_dict().items()}
@@ -404,8 +411,12 @@ class PeakMemory(TorchDispatchMode):
 
 def memory(directory: Path | None) -> dict[str, float]:
     """Bytes over those of a whole fp32 model."""
-    strategy = FullyShard(CPU, CrossEntropy())
-    init = (lambda part: load_pretrained(part, directory)) if directory else (lambda part: init_parameters(part, 0))
+    strategy = FullyShard(FSDP2Settings(), CPU, CrossEntropy())
+    init = (
+        (lambda part: initialize(PretrainedSettings(path=str(directory)), part, 0))
+        if directory
+        else (lambda part: init_parameters(part, 0))
+    )
     with PeakMemory() as sharded:
         strategy.materialize(ModelSpec(lambda: on_meta(**LARGE), init=init))
     with PeakMemory() as plain:
@@ -440,8 +451,12 @@ def test_a_rank_holds_its_share_and_never_a_whole_model(tmp_path: Path, source: 
 
 
 def loaded(directory: Path, model: dict[str, Any]) -> dict[str, Tensor]:
-    strategy = FullyShard(CPU, LinearCrossEntropy())
-    strategy.materialize(ModelSpec(lambda: on_meta(**model), init=lambda part: load_pretrained(part, directory)))
+    strategy = FullyShard(FSDP2Settings(), CPU, LinearCrossEntropy())
+    strategy.materialize(
+        ModelSpec(
+            lambda: on_meta(**model), init=lambda part: initialize(PretrainedSettings(path=str(directory)), part, 0)
+        )
+    )
     return {name: whole(p) for name, p in named(strategy).items()}
 
 
@@ -453,7 +468,7 @@ def test_pretrained_weights_are_read_by_rows(tmp_path: Path, model: dict[str, An
 
 
 def constructed(offload: bool) -> dict[str, Tensor]:
-    strategy = FullyShard(CPU, CrossEntropy(), FSDP2Settings(cpu_offload=offload))
+    strategy = FullyShard(FSDP2Settings(cpu_offload=offload), CPU, CrossEntropy())
     strategy.materialize(ModelSpec(lambda: tiny.decoder(3, **ODD), init=lambda part: init_parameters(part, 0)))
     return {name: whole(p) for name, p in named(strategy).items()}
 
@@ -480,7 +495,7 @@ def test_one_process_makes_a_group_for_itself(caplog: pytest.LogCaptureFixture) 
 
 @pytest.mark.usefixtures("no_group")
 def test_a_model_without_blocks_is_gathered_at_once(caplog: pytest.LogCaptureFixture) -> None:
-    strategy = FullyShard(CPU, CrossEntropy())
+    strategy = FullyShard(FSDP2Settings(), CPU, CrossEntropy())
     strategy.materialize(ModelSpec(Buffered))
     total, count = strategy.loss(global_batch(0))
     assert math.isfinite(total / count)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
-from program import Process, forgather, write
+from program import Process, forgather, refusal, write
 from tiny import training_curve
 
 STRATEGY = '''
@@ -15,7 +16,8 @@ STRATEGY = '''
 
 import torch
 
-from forgather_cli.loss import model_kwargs, model_logits, num_targets
+from forgather_cli.labels import num_targets
+from forgather_cli.loss.model_io import model_kwargs, model_logits
 from forgather_cli.strategies.base import Strategy
 
 
@@ -85,3 +87,23 @@ def test_a_strategy_of_the_users_has_its_settings_checked_trains_saves_and_resum
     assert manifest["strategy"] == "one_by_one"
     assert forgather("resume", "mine", "trainer=single", "max_steps=3") == 0
     assert [step for step, *_ in training_curve("mine")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        (["torch_compile=true"], "torch_compile"),
+        (["precision=fp16"], "precision"),
+        (["fuse_optim_with_backward=true", "max_grad_norm=null", "optimizer=adamw"], "fuse_optim_with_backward"),
+    ],
+    ids=["compile", "fp16", "optimizer in backward"],
+)
+def test_what_it_does_not_state_on_itself_it_does_not_support(
+    words: list[str], names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    write("mine_strategy.py", STRATEGY)
+    monkeypatch.delitem(sys.modules, "mine_strategy", raising=False)
+    mine = ["trainer._target_=mine_strategy.OneByOne", "output_dir=mine"]
+    assert f"{names}: the strategy one_by_one can" in refusal(capsys, "train", *RUN, *mine, *words)

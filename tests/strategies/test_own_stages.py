@@ -22,7 +22,7 @@ from forgather_cli.config.decode import load_tree
 from forgather_cli.config.load import load_config, load_resumed
 from forgather_cli.config.schema import LinearCrossEntropySettings, PipelineSettings, Target
 from forgather_cli.errors import ConfigError
-from forgather_cli.loss import build_loss
+from forgather_cli.loss.build import build_loss
 from forgather_cli.plan.run import make_plan
 from forgather_cli.run_dir import RunDir
 from forgather_cli.strategies.base import ModelSpec
@@ -111,7 +111,7 @@ def materialized(splitter: str | None, loss: Any = None, **settings: Any) -> Non
     from forgather_cli.strategies.pipeline import Pipeline
 
     made = PipelineSettings(model_splitter=None if splitter is None else Target(f"own_stages.{splitter}"), **settings)
-    strategy = Pipeline.from_settings(made, torch.device("cpu"), build_loss(loss), None)
+    strategy = Pipeline(made, torch.device("cpu"), build_loss(loss), None)
     strategy.materialize(ModelSpec(lambda: Words(9)))
 
 

@@ -21,6 +21,7 @@ from parity import (
     go_on,
     scratch,
     train,
+    with_others,
 )
 from torch import Tensor
 
@@ -30,7 +31,7 @@ BASE = (
     "model.num_hidden_layers=4", "global_batch_size=12", "per_device_train_batch_size=12", "max_grad_norm=0.2",
     "model.tie_word_embeddings=true", "data.isolate_documents=true", "max_steps=10", "eval_steps=5",
 )  # fmt: skip
-CROSS = ("single", "ddp 2", "fsdp2 2", "1F1B 2", "1F1B 2x2", "Interleaved1F1B 2", "ZBVZeroBubble 2")
+CROSS = with_others("single", "ddp 2", "fsdp2 2", "1F1B 2", "1F1B 2x2", "Interleaved1F1B 2", "ZBVZeroBubble 2")
 
 
 @functools.cache
@@ -84,7 +85,7 @@ def test_the_number_of_ranks_may_change_at_every_resume(tmp_path: Path, kind: st
     assert_parity(found, whole)
 
 
-EXACT = ("single", "ddp 3", "fsdp2 2", *(f"{schedule} 2" for schedule in SCHEDULES), "1F1B 2x2")
+EXACT = with_others("single", "ddp 3", "fsdp2 2", *(f"{schedule} 2" for schedule in SCHEDULES), "1F1B 2x2")
 OPTIMIZERS = {
     "adamw": ("optimizer=adamw",),
     "sgd": ("optimizer=sgd", "optimizer.momentum=0.9", "learning_rate=0.1"),

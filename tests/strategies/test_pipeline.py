@@ -25,13 +25,16 @@ from forgather_cli.config.schema import (
     DecoderSettings,
     LinearCrossEntropySettings,
     PipelineSettings,
+    PretrainedSettings,
     RunSettings,
 )
 from forgather_cli.distributed import clip_grad_norm
 from forgather_cli.errors import DataError, ModelError
-from forgather_cli.loss import CrossEntropy, Loss, build_loss
+from forgather_cli.loss.base import Loss
+from forgather_cli.loss.build import build_loss
+from forgather_cli.loss.losses import CrossEntropy
 from forgather_cli.models import files
-from forgather_cli.models.build import load_pretrained
+from forgather_cli.models.build import initialize
 from forgather_cli.models.cache import KVCache
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.models.generate import generate
@@ -55,7 +58,7 @@ Batch = dict[str, Tensor]
 def pipeline_of(spec: ModelSpec, loss: Loss | None = None, precision: Any = None, **settings: Any) -> Any:
     from forgather_cli.strategies.pipeline import Pipeline
 
-    pipeline = Pipeline.from_settings(PipelineSettings(**settings), CPU, loss or CrossEntropy(), precision)
+    pipeline = Pipeline(PipelineSettings(**settings), CPU, loss or CrossEntropy(), precision)
     pipeline.materialize(spec)
     return pipeline
 
@@ -389,7 +392,9 @@ def loaded_parts(folder: Path) -> tuple[set[str], dict[str, Tensor]]:
             read.update(call.args[0] for call in noted.get_slice.call_args_list)
 
     with patch.object(files, "opened", noting):
-        pipeline = pipeline_of(ModelSpec(Case(tied=True).on_meta, init=partial(load_pretrained, path=folder)))
+        pipeline = pipeline_of(
+            ModelSpec(Case(tied=True).on_meta, init=partial(initialize, PretrainedSettings(path=str(folder)), seed=0))
+        )
     return read, {n: p.detach() for part in pipeline.parts for n, p in part.named_parameters()}
 
 

@@ -12,14 +12,13 @@ import torch
 import torch.distributed as dist
 from ranks import RankError, run_ranks
 
-from forgather_cli import Sharing, StateComponent
+from forgather_cli import Sharing, StateComponent, Trainer
 from forgather_cli.callbacks.base import Divergence, TrainerCallback
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.config.schema import AdafactorSettings
 from forgather_cli.errors import ConfigError, SetupError
 from forgather_cli.optim.build import build_optimizer
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer import Trainer
 
 
 class Cut(TrainerCallback):

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from saving import damage, flip
 from torch import Tensor, nn
 
+from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.config.schema import EVENTS
 from forgather_cli.errors import ConfigError, DataError, DivergenceError, OutOfMemoryError
 from forgather_cli.strategies.base import Batch, ModelSpec, Strategy
-from forgather_cli.trainer import Trainer, TrainingArguments
 
 
 class FakeStrategy(Strategy):

@@ -16,6 +16,7 @@ from ranks import RankError, run_ranks
 from saving import damage, flip
 from selection import some
 
+from forgather_cli import Trainer, TrainingArguments
 from forgather_cli.callbacks.base import TrainerCallback, TrainerControl
 from forgather_cli.checkpoint.load import Reader
 from forgather_cli.data.loaders.collate import Counts, Step
@@ -23,7 +24,6 @@ from forgather_cli.data.text.tokenizer import ByteTokenizer
 from forgather_cli.errors import ConfigError
 from forgather_cli.models.decoder import Decoder
 from forgather_cli.run_dir import RunDir
-from forgather_cli.trainer import Trainer, TrainingArguments
 from forgather_cli.trainer.from_python import ScriptJob
 from forgather_cli.trainer.step_sync import Agreed, StepSync, Sum
 

@@ -9,6 +9,7 @@ declares its rules beside its fields (``base.Settings.problems``, ``base.OnlyIf`
 Further options lie in folders of the package (``folders.py``); here they have their names too.
 """
 
+from forgather_cli.config.schema import callbacks
 from forgather_cli.config.schema.adapter import *
 from forgather_cli.config.schema.base import *
 from forgather_cli.config.schema.callbacks import *
@@ -28,3 +29,4 @@ from forgather_cli.config.schema.scheduler import *
 from forgather_cli.config.schema.trainer import *
 
 globals().update({option.__name__: option for option in import_options()})
+callbacks.finish()

@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import field
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
     FilePath,
+    Option,
     PositiveFloat,
     PositiveInt,
     Probability,
-    Settings,
     by_type,
     settings,
 )
@@ -21,37 +21,60 @@ from forgather_cli.config.schema.base import (
 ALL_LINEAR = "all-linear"
 
 
+class AdapterSettings(Option):
+    """What is trained beside a model in a directory. Its files are those of PEFT's LoRA (``adapters/directory.py``), so
+    that whatever has an adapter is a ``LoRASettings``: another one that computes or starts otherwise is a subclass.
+
+    ``maker`` is ``(model, settings, config)`` -> lines for the log: it freezes ``model`` (on meta too) in place and
+    gives it its adapters, as ``adapters.model.adapt`` does: ``adapters.layers.Adapted``, which start themselves.
+    """
+
+    freezes_base: ClassVar[bool] = True
+    """Checkpoints hold what is trained beside the model, and of the model its hash."""
+    in_four_bits: ClassVar[bool] = False
+    """The frozen matrices are: on one device at a time."""
+
+
 @settings
-class NoAdapter(Settings):
+class NoAdapter(AdapterSettings):
     """The model itself is trained."""
+
+    freezes_base: ClassVar[bool] = False
 
     type: Literal["none"] = "none"
 
 
 @settings
-class LoRASettings(Settings):
-    """Beside each adapted matrix two small ones, whose product times lora_alpha / r is added (Hu et al. 2021)."""
+class LoRASettings(AdapterSettings):
+    """LoRA: two small matrices beside each of a frozen model's, PEFT's names. Hu et al. 2021, arXiv:2106.09685."""
+
+    maker: ClassVar[str] = "forgather_cli.adapters.model:adapt"
+    is_dora: ClassVar[bool] = False
+    """The norms of rows are trained too, and layers alone are adapted."""
 
     type: Literal["lora"] = "lora"
-    r: PositiveInt = 16
-    lora_alpha: PositiveFloat = 32.0
-    lora_dropout: Probability = 0.0
-    # all-linear (not the head), names that a layer's full name may end with, or a regular expression of full names
+    r: PositiveInt = 16  # rank: numbers that are trained, per row and column of each matrix
+    lora_alpha: PositiveFloat = 32.0  # the product is multiplied with lora_alpha / r
+    lora_dropout: Probability = 0.0  # of what enters the adapters
+    # all but the head; a list of names (q_proj, v_proj), a regular expression of full names
     target_modules: str | list[str] = ALL_LINEAR
-    target_parameters: list[str] = field(default_factory=list)  # experts, which are parameters of three dimensions
-    # tokens whose rows are trained in the place of the base's: of the embedding, and a head that shares its weight, or
-    # of layers by name; null: tokens that the data add, in embedding and head, where the base has rows for them
+    # parameters that are no layers: experts of three dimensions
+    target_parameters: list[str] = field(default_factory=list)
+    # rows that are trained too: [32000, 32001]; null: of the tokens that the data add
     trainable_token_indices: list[int] | dict[str, list[int]] | None = None
-    use_rslora: bool = False
+    use_rslora: bool = False  # lora_alpha / sqrt(r) in place of lora_alpha / r
+    # gaussian: A as normal(0, 1 / r) in place of Kaiming's uniform
     init_lora_weights: Literal["gaussian"] | bool = True
-    from_adapter: FilePath | None = None  # an adapter's directory, ours or peft's, to go on from; null: afresh
-    rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)
+    # directory of an adapter, ours or peft's, to go on from; its settings where none are set
+    from_adapter: FilePath | None = None
+    rank_pattern: dict[str, PositiveInt] = field(default_factory=dict)  # name or regular expression -> r of its layers
+    # name or regular expression -> lora_alpha of its layers
     alpha_pattern: dict[str, PositiveFloat] = field(default_factory=dict)
 
     @property
     def is_for_layers_alone(self) -> bool:
         """Whether no matrix can have such an adapter by the name of its parameter."""
-        return bool(self.lora_dropout) or self.type != "lora"
+        return bool(self.lora_dropout) or self.is_dora or self.in_four_bits
 
     def rank_of(self, name: str) -> int:
         """The rank beside the layer of this name."""
@@ -78,7 +101,7 @@ class LoRASettings(Settings):
                 f"adapter.lora_dropout: parameters are adapted without dropout, got {self.lora_dropout:g}; set "
                 "lora_dropout=0, or target_parameters=[]"
             )
-        if self.target_parameters and isinstance(self, DoRASettings):
+        if self.target_parameters and self.is_dora:
             yield "adapter: dora adapts layers, got target_parameters; set adapter=lora, or target_parameters=[]"
         if getattr(config.model, "type", None) == "qwen3_encdec":
             yield f"adapter: {self.type} does not adapt encoder-decoders yet, got model=qwen3_encdec; set adapter=none"
@@ -95,12 +118,12 @@ class LoRASettings(Settings):
                 f"average_last: a mean of adapters is no adapter, got {config.average_last}; set average_last=null, "
                 "or average what forgather finalize --merge makes of them"
             )
-        if config.precision.type in ("fp8", "qat"):
+        if config.precision.maker:
             yield (
                 f"precision: {config.precision.type} changes the layers that adapter={self.type} adapts; set "
                 "precision=bf16"
             )
-        if getattr(config.trainer, "shard", 1) > 1 and config.trainer.type == "pipeline":
+        if config.trainer.cuts_layers and config.trainer.shards_parameters:
             yield (
                 f"trainer.shard: a pipeline whose stages are sharded does not train adapter={self.type} yet, got "
                 f"{config.trainer.shard}; set shard=1, or trainer=fsdp2"
@@ -109,22 +132,33 @@ class LoRASettings(Settings):
 
 @settings
 class DoRASettings(LoRASettings):
-    """LoRA of each matrix's direction; the norms of its rows are trained beside (Liu et al. 2024, arXiv:2402.09353)."""
+    """DoRA: LoRA of each matrix's direction, with the norms of its rows trained beside.
+
+    Liu et al. 2024, arXiv:2402.09353.
+    """
+
+    is_dora: ClassVar[bool] = True
 
     type: Literal["dora"] = "dora"  # type: ignore[assignment]
 
 
 @settings
 class QLoRASettings(LoRASettings):
-    """LoRA beside matrices in four bits, NF4 by bitsandbytes (Dettmers et al. 2023, arXiv:2305.14314)."""
+    """LoRA beside matrices in four bits (NF4, bitsandbytes): needs the extra qlora.
+
+    Dettmers et al. 2023, arXiv:2305.14314.
+    """
+
+    in_four_bits: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("qlora", "bitsandbytes")
 
     type: Literal["qlora"] = "qlora"  # type: ignore[assignment]
-    double_quant: bool = True  # whether the scales of blocks are quantized too
+    double_quant: bool = True  # the scales of blocks are quantized too
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
-        kind = getattr(config.trainer, "type", None)
-        if kind not in ("single", "ddp"):
+        if not config.trainer.trains_quantized:
+            kind = getattr(config.trainer, "type", None)
             yield f"adapter: qlora trains under trainer=single and ddp yet, got trainer={kind}; set adapter=lora"
 
 
@@ -147,4 +181,4 @@ def _not_patterns(setting: str, patterns: Any) -> Iterator[str]:
             yield f"{setting}: not a regular expression ({error}), got {pattern!r}; mend it"
 
 
-AdapterOption = Annotated[NoAdapter | LoRASettings | DoRASettings | QLoRASettings, by_type]
+AdapterOption = Annotated[AdapterSettings, by_type]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
 from importlib import import_module
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -26,6 +27,9 @@ def settings(cls: type[_T]) -> type[_T]:
     cls.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
     made = dataclass(frozen=True, kw_only=True)(cls)
     if issubclass(made, Option) and vars(made).get("type"):
+        for known in made.members if made.__module__.endswith(".settings") else ():
+            if (known.__module__, known.__name__) == (made.__module__, made.__name__):
+                return known  # type: ignore[return-value] # import_options has begun this module anew
         made.members.append(made)
     return made
 
@@ -50,7 +54,11 @@ class Option(Settings):
     members: ClassVar[list[type[Option]]]
     """The options of the group."""
     maker: ClassVar[str] = ""
-    """``module:name`` of what makes it, imported where it is used. The base class says how it is called."""
+    """``module:name`` or ``module:Class.method`` of what makes it, imported where it is used. The base class says how
+    it is called.
+    """
+    needs: ClassVar[tuple[str, ...]] = ()
+    """An extra of ours, and the packages that it brings: a run begins where all of them are."""
 
     type: str
 
@@ -62,7 +70,7 @@ class Option(Settings):
     def load_maker(self) -> Any:
         """What ``maker`` names."""
         module, _, name = self.maker.partition(":")
-        return getattr(import_module(module), name)
+        return attrgetter(name)(import_module(module))
 
     def arguments(self) -> dict[str, Any]:
         """What the maker is called with, by name: the fields without ``type`` and those that the base class has."""
@@ -75,15 +83,19 @@ class Option(Settings):
 class OnlyIf:
     """Annotation of a field that counts only under another setting: giving it where it does not count is a mistake.
 
-    ``void(config)`` returns why the field does not count under the whole ``Config``; None where it counts.
+    ``void(config, owner)`` returns why the field does not count under the whole ``Config`` and beside the other fields
+    of ``owner``, the settings that have it; None where it counts.
     """
 
-    void: Callable[[Any], Void | None]
+    void: Callable[[Any, Any], Void | None]
 
 
 @dataclass(frozen=True)
 class Void:
-    """Why a field does not count: the setting ``because`` of which it does not, and the remedy that makes it count."""
+    """Why a field does not count: the setting ``because`` of which it does not, and the remedy that makes it count.
+
+    A setting that begins with a dot stands beside the field, wherever the settings that have both are.
+    """
 
     because: str
     remedy: str
@@ -91,20 +103,24 @@ class Void:
 
 
 def only_if(setting: str, *values: Any, remedy: str = "") -> OnlyIf:
-    """The field counts where the setting, a dotted path, has one of the values (of a group: of these options)."""
-    void = Void(setting, remedy or f"set {setting.rpartition('.')[2]}={either(map(typed, values))}")
-    return OnlyIf(lambda config: None if value_at(config, setting) in values else void)
+    """The field counts where the setting has one of the values (of a group: of these options).
+
+    ``setting``: a dotted path, of one beside the field a dot and its name.
+    """
+    remedy = remedy or f"set {setting.rpartition('.')[2]}={either(map(typed, values))}"
+    return only_where(setting, lambda value: value in values, remedy)
 
 
 def only_where(setting: str, counts: Callable[[Any], bool], remedy: str) -> OnlyIf:
     """The field counts where ``counts(the setting's value)`` is true."""
     void = Void(setting, remedy)
-    return OnlyIf(lambda config: None if counts(value_at(config, setting)) else void)
+    is_beside, path = setting.startswith("."), setting.removeprefix(".")
+    return OnlyIf(lambda config, owner: None if counts(value_at(owner if is_beside else config, path)) else void)
 
 
 def value_at(config: Any, path: str) -> Any:
     """The value of a setting; of a group its option's type."""
-    value = reduce(getattr, path.split("."), config)
+    value = reduce(lambda at, key: at[key] if isinstance(at, dict) else getattr(at, key), path.split("."), config)
     return getattr(value, "type", value)
 
 
@@ -130,12 +146,12 @@ def without_evaluation(config: Any) -> Void | None:
     return nothing
 
 
-NEEDS_EVALUATION = OnlyIf(without_evaluation)
+NEEDS_EVALUATION = OnlyIf(lambda config, owner: without_evaluation(config))
 
 
 def asks_for_evaluation(name: str) -> OnlyIf:
     """The run-level setting counts, unless it is off, only where something is held out."""
-    return OnlyIf(lambda config: None if getattr(config, name) in ("no", False) else config.data.nothing_held_out)
+    return OnlyIf(lambda config, _: None if getattr(config, name) in ("no", False) else config.data.nothing_held_out)
 
 
 PositiveInt = Annotated[int, Gt(0)]
@@ -186,6 +202,11 @@ class Target:
         own = {field.name for field in fields(cls)[2:]}
         kwargs = {key: item for key, item in value.items() if key not in own and key != "_target_"}
         return {"path": value["_target_"], "kwargs": kwargs, **{key: value[key] for key in own & value.keys()}}
+
+
+def all_options() -> list[type[Option]]:
+    """The options of all groups."""
+    return [option for base in Option.bases for option in base.members]
 
 
 def options(kind: Any) -> list[Any]:

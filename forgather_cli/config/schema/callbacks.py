@@ -8,10 +8,11 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from annotated_types import Gt, Le, Lt
 from pydantic import BeforeValidator
+from typing_extensions import dataclass_transform
 
 from forgather_cli.config.schema.base import (
     NEEDS_EVALUATION,
@@ -19,6 +20,7 @@ from forgather_cli.config.schema.base import (
     FilePath,
     NonNegative,
     OnlyIf,
+    Option,
     PositiveFloat,
     PositiveInt,
     Settings,
@@ -34,6 +36,8 @@ from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import is_installed
 
+_T = TypeVar("_T")
+
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
     "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_evaluate", "on_predict", "on_prediction_step",
@@ -44,9 +48,32 @@ EVENTS = (
 ``on_forward_backward_begin`` on our own."""
 
 
+ADDS, SHOWS, ACTS = 0, 10, 20
+"""Places at which events reach callbacks: those that add to the logs, those that show or write them, those that act."""
+
+
+class CallbackPart(Option):
+    """A callback that a config makes: its settings, which ``+callbacks.KEY={}`` adds.
+
+    ``type = "KEY"``, without annotation, is no field, unlike that of other options: no tree has a ``type`` there.
+    ``maker`` names a class that has ``BuiltIn[THE SETTINGS]`` as its base (``callbacks/base.py``; the events and what
+    they are called with stand at ``TrainerCallback``). It is called with the settings, the run directory,
+    ``config_tree=`` and ``stream=``.
+    """
+
+    place: ClassVar[int] = SHOWS
+    """Events reach callbacks of a lower place first, then the user's own, which see ``on_log`` before the others."""
+    counts: ClassVar[OnlyIf | None] = None
+    """Under which settings it counts: ``NEEDS_EVALUATION``, or an ``OnlyIf`` of its own. None: under all."""
+
+
 @settings
-class MetricsSettings(Settings):
-    peak_hardware_flops: PositiveFloat | None = None  # FLOP/s per device; null: from the table
+class MetricsSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.metrics:DefaultMetrics"
+    type = "metrics"
+    place: ClassVar[int] = ADDS
+
+    peak_hardware_flops: PositiveFloat | None = None  # FLOP/s of one device, for mfu; null: from the table
 
 
 PROGRESS_COLUMNS = (
@@ -63,11 +90,17 @@ FORMATS = ("si", "bytes", "duration", "flops")
 
 
 @settings
-class ProgressSettings(Settings):
-    header_interval: PositiveInt = 20  # rows
+class ProgressSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.progress:ProgressCallback"
+    type = "progress"
+
+    header_interval: PositiveInt = 20  # table rows between two headers
+    # name: {label, width, fmt}, merged over the defaults; null removes one
     step_columns: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    # name: {label, fmt, suffix}, merged over the defaults; null removes one
     final_metrics: dict[str, dict[str, Any] | None] = field(default_factory=dict)
-    output_stream: Literal["stdout", "stderr"] = "stdout"
+    output_stream: Literal["stdout", "stderr"] = "stdout"  # stdout, stderr
+    # true: a table and rich's bar; false: plain lines; null: by whether there is a terminal
     use_tqdm: bool | None = None
 
     def problems(self, config: Any = None) -> Iterator[str]:
@@ -95,13 +128,17 @@ class ProgressSettings(Settings):
 
 
 @settings
-class InfoSettings(Settings):
-    verbose: bool = False
+class InfoSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.info:InfoCallback"
+    type = "info"
+
+    verbose: bool = False  # print the resolved config too
 
 
 @settings
-class JsonSettings(Settings):
-    pass
+class JsonSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.json_logger:JsonLogger"
+    type = "json"
 
 
 TRANSFORMS: dict[str, Callable[[float], float]] = {
@@ -123,9 +160,14 @@ TRANSFORMS: dict[str, Callable[[float], float]] = {
 
 
 @settings
-class TensorboardSettings(Settings):
-    scalars: dict[str, dict[str, Any] | None] = field(default_factory=dict)  # tag: {source, transform}; null removes
-    experiment_info: dict[str, Any] = field(default_factory=dict)  # name: Markdown, or settings of one's own
+class TensorboardSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.tensorboard:TBLogger"
+    type = "tensorboard"
+
+    # tag: {source, transform}, merged over the defaults; null removes one
+    scalars: dict[str, dict[str, Any] | None] = field(default_factory=dict)
+    # name: text (Markdown) or settings of your own, shown beside the config
+    experiment_info: dict[str, Any] = field(default_factory=dict)
 
     def problems(self, config: Any = None) -> Iterator[str]:
         for tag, scalar in self.scalars.items():
@@ -143,30 +185,47 @@ class TensorboardSettings(Settings):
 def _once(name: str) -> OnlyIf:
     """For a setting of textgen that ``generation_config`` may have as well."""
 
-    def void(config: Any) -> Void | None:
-        given = config.callbacks.textgen.generation_config
+    def void(config: Any, owner: TextgenSettings) -> Void | None:
+        given = owner.generation_config
         if given is None or getattr(given, name) is None:
             return None
-        where = f"callbacks.textgen.generation_config.{name}"
-        return Void(where, "take it out there", "generation_config says it too,")
+        return Void(f".generation_config.{name}", "take it out there", "generation_config says it too,")
 
     return OnlyIf(void)
 
 
+def _without_texts(config: Any, owner: CallbackSettings) -> Void | None:
+    """Texts come at evaluations, where they have no steps of their own."""
+    void = without_evaluation(config)
+    if void is None or config.callbacks.textgen.generation_steps is not None:
+        return None
+    return Void(void.because, f"{void.remedy}, set callbacks.textgen.generation_steps=100")
+
+
 @settings
-class TextgenSettings(Settings):
-    prompts: list[str] | FilePath | None = None  # or a YAML file with a list; null: of held-out data
-    raw: bool = False  # true: texts to continue, though the tokenizer has a chat template
-    do_sample: Annotated[bool, _once("do_sample")] = True
-    top_k: Annotated[Count, _once("top_k")] = 20
-    temperature: Annotated[PositiveFloat, _once("temperature")] = 0.7
-    repetition_penalty: Annotated[PositiveFloat, _once("repetition_penalty")] = 1.15
-    max_new_tokens: Annotated[PositiveInt, _once("max_new_tokens")] = 200
+class TextgenSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.textgen:TextgenCallback"
+    type = "textgen"
+    place: ClassVar[int] = SHOWS + 2
+    counts: ClassVar[OnlyIf | None] = OnlyIf(_without_texts)
+
+    # texts, or a YAML file with a list of them; null: what two held-out samples begin with
+    prompts: list[str] | FilePath | None = None
+    raw: bool = False  # true: continue prompts as they are; false: by the tokenizer's chat template, if any
+    do_sample: Annotated[bool, _once("do_sample")] = True  # false: greedy
+    top_k: Annotated[Count, _once("top_k")] = 20  # sample among the k likeliest tokens; 0: all
+    temperature: Annotated[PositiveFloat, _once("temperature")] = 0.7  # below 1: sharper
+    repetition_penalty: Annotated[PositiveFloat, _once("repetition_penalty")] = 1.15  # above 1: fewer repetitions
+    max_new_tokens: Annotated[PositiveInt, _once("max_new_tokens")] = 200  # tokens per sample
+    # below 1: draw from the most expected tokens that sum up to it
     typical_p: Annotated[float, Gt(0), Le(1), _once("typical_p")] = 1.0
-    eos_token_id: Annotated[Count | list[Count] | None, _once("eos_token_id")] = None  # null: the tokenizer's
-    pad_token_id: Annotated[Count | None, _once("pad_token_id")] = None  # null: the tokenizer's
-    generation_config: GenerationConfig | None = None  # these and the other settings of Sampling
-    generation_steps: PositiveInt | None = None  # null: at each evaluation
+    # token or tokens that end a sample; null: the tokenizer's
+    eos_token_id: Annotated[Count | list[Count] | None, _once("eos_token_id")] = None
+    # what shorter prompts are filled up with; null: the tokenizer's
+    pad_token_id: Annotated[Count | None, _once("pad_token_id")] = None
+    # more of these, as forgather generate has: {top_p: 0.9, num_beams: 3, min_new_tokens: 8}
+    generation_config: GenerationConfig | None = None
+    generation_steps: PositiveInt | None = None  # optimizer steps between two generations; null: at each evaluation
 
     def problems(self, config: Any) -> Iterator[str]:
         try:
@@ -199,13 +258,17 @@ class TextgenSettings(Settings):
 
 
 @settings
-class ProfilerSettings(Settings):
-    start_step: Count = 3  # steps of this process that are left out
-    num_steps: PositiveInt = 5
-    output_dir: FilePath | None = None  # null: RUN/profile
-    with_stack: bool = False
-    with_flops: bool = False
-    record_shapes: bool = True
+class ProfilerSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.profiler:ProfilerCallback"
+    type = "profiler"
+    place: ClassVar[int] = ACTS + 2
+
+    start_step: Count = 3  # steps of this process that are left out first
+    num_steps: PositiveInt = 5  # steps to record
+    output_dir: FilePath | None = None  # directory; null: RUN/profile
+    with_stack: bool = False  # record the Python lines that called
+    with_flops: bool = False  # estimate floating-point operations
+    record_shapes: bool = True  # record the shapes of inputs and tell operators apart by them
 
 
 TRACKERS = ("aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")
@@ -229,11 +292,17 @@ def services(report_to: str | Sequence[str] | None) -> list[str]:
 
 
 @settings
-class TrackersSettings(Settings):
-    names: list[str] = field(default_factory=lambda: ["wandb"])  # of TRACKERS, or module.Class of a GeneralTracker
-    project: str = "forgather"
+class TrackersSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.trackers:Trackers"
+    type = "trackers"
+    place: ClassVar[int] = SHOWS + 1
+
+    # aim, clearml, comet_ml, dvclive, mlflow, swanlab, tensorboard, trackio, wandb, module.Class
+    names: list[str] = field(default_factory=lambda: ["wandb"])
+    project: str = "forgather"  # what the service groups runs by
     run_name: str | None = None  # null: the run directory's name
-    init_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)  # by tracker
+    # by tracker, what its init takes: {wandb: {entity: us, tags: [a], mode: offline}}
+    init_kwargs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def problems(self, config: Any) -> Iterator[str]:
         path, known = "callbacks.trackers", [*TRACKERS, "comet"]
@@ -248,19 +317,24 @@ class TrackersSettings(Settings):
 
 
 TOKEN_VARIABLE = "FORGATHER_AUTH_TOKEN"
-_SERVED = only_if("callbacks.control.enable_http", True)
-_ASKED_FOR = only_if("callbacks.control.disable_auth", False)
+_SERVED = only_if(".enable_http", True)
+_ASKED_FOR = only_if(".disable_auth", False)
 
 
 @settings
-class ControlSettings(Settings):
-    enable_http: bool = True
+class ControlSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.control:TrainerControlCallback"
+    type = "control"
+    place: ClassVar[int] = ACTS + 1
+
+    enable_http: bool = True  # false: the job takes no commands
+    # address to listen on; 0.0.0.0: other machines reach it, without encryption
     host: Annotated[str, _SERVED] = "127.0.0.1"
-    port: Annotated[Annotated[int, Gt(0), Lt(65536)] | None, _SERVED] = None  # null: the first free of 8900 to 8999
-    # null: auth_token_file, else FORGATHER_AUTH_TOKEN, else drawn for each job
+    port: Annotated[Annotated[int, Gt(0), Lt(65536)] | None, _SERVED] = None  # null: the first free one of 8900 to 8999
+    # better a file or $FORGATHER_AUTH_TOKEN, which no process list shows; null: drawn per job
     auth_token: Annotated[str | None, _SERVED, _ASKED_FOR] = None
-    auth_token_file: Annotated[FilePath | None, _SERVED, _ASKED_FOR] = None
-    disable_auth: Annotated[bool, _SERVED] = False
+    auth_token_file: Annotated[FilePath | None, _SERVED, _ASKED_FOR] = None  # a file that holds your own token
+    disable_auth: Annotated[bool, _SERVED] = False  # true: whoever reaches the port may stop the job
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.auth_token is not None and self.auth_token_file is not None:
@@ -291,21 +365,27 @@ class ControlSettings(Settings):
 
 
 @settings
-class DilocoSettings(Settings):
-    server_addr: str | None = None  # HOST:PORT or https://HOST:PORT; null: DILOCO_SERVER
-    token_file: FilePath | None = None  # the server's; null: DILOCO_TOKEN
-    ca_file: FilePath | None = None  # certificates to trust; null: the system's
-    worker_id: str | None = None  # null: DILOCO_WORKER_ID, else made up once
-    # the server's, and equal for all its workers; null takes them, others are refused
+class DilocoSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.diloco:DiLoCoCallback"
+    type = "diloco"
+    place: ClassVar[int] = ACTS
+
+    server_addr: str | None = None  # HOST:PORT or https://HOST:PORT; null: $DILOCO_SERVER
+    token_file: FilePath | None = None  # a copy of the file that the server names when it starts; null: $DILOCO_TOKEN
+    ca_file: FilePath | None = None  # certificates to trust under https; null: the system's
+    worker_id: str | None = None  # this worker's name; null: $DILOCO_WORKER_ID, else made up once and kept in the run
+    # optimizer steps between two exchanges; null: the server's, and another is refused
     sync_every: PositiveInt | None = None
+    # bf16, fp32, int8, int4; null: the server's, and another is refused
     compression: Literal["fp32", "bf16", "int8", "int4"] | None = None
-    bf16_comm: bool | None = None
+    bf16_comm: bool | None = None  # true: compression=bf16; false: fp32
+    # parts of the model that are sent in turn; null: the server's, and another is refused
     num_fragments: PositiveInt | None = None
-    dylu: bool | None = None  # of an async server; null: DILOCO_DYLU, else false
-    heartbeat_interval: PositiveFloat | None = None  # seconds; null: DILOCO_HEARTBEAT_INTERVAL, else 30
-    timeout: PositiveFloat = 600.0  # seconds without an answer of the server that are one try
-    max_sync_retries: PositiveInt = 3
-    bandwidth: PositiveFloat | None = None  # bytes per second
+    dylu: bool | None = None  # steps of a round by this worker's speed (async server); null: $DILOCO_DYLU, else false
+    heartbeat_interval: PositiveFloat | None = None  # seconds; null: $DILOCO_HEARTBEAT_INTERVAL, else 30
+    timeout: PositiveFloat = 600.0  # seconds that the server may be silent, max_sync_retries times
+    max_sync_retries: PositiveInt = 3  # then the run is saved and ends with exit code 75
+    bandwidth: PositiveFloat | None = None  # bytes per second that this job may send and receive; null: all there is
 
     def problems(self, config: Any) -> Iterator[str]:
         path = "callbacks.diloco"
@@ -377,23 +457,35 @@ def _as_bool(text: str) -> bool:
 
 
 @settings
-class EarlyStoppingSettings(Settings):
-    patience: PositiveInt = 3  # evaluations
-    threshold: NonNegative = 0.0
-    metric: str = "eval_loss"
+class EarlyStoppingSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.early_stopping:EarlyStopping"
+    type = "early_stopping"
+    place: ClassVar[int] = ACTS + 2
+    counts: ClassVar[OnlyIf | None] = NEEDS_EVALUATION
+
+    patience: PositiveInt = 3  # evaluations in a row that are no better before the run is ended
+    threshold: NonNegative = 0.0  # by how much the metric must get better to count
+    metric: str = "eval_loss"  # of the evaluations
 
 
 @settings
-class DivergenceSettings(Settings):
+class DivergenceSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.divergence:DivergenceDetector"
+    type = "divergence"
+    place: ClassVar[int] = ACTS + 1
+
     smoothing: Annotated[float, Gt(0), Le(1)] = 0.3  # weight of the newest value in the running mean; 1: no mean
-    threshold: PositiveFloat | None = 1.0  # rise above the best running mean; null: relative_threshold alone
-    relative_threshold: Annotated[float, Gt(1)] | None = None  # multiple of the best running mean
-    patience: PositiveInt = 3  # values in a row
+    threshold: PositiveFloat | None = 1.0  # nats above the best running mean; null: relative_threshold alone
+    # multiple of the best running mean, above 1, for example 1.5
+    relative_threshold: Annotated[float, Gt(1)] | None = None
+    patience: PositiveInt = 3  # values in a row above the threshold
     warmup: Count = 10  # first values, which are not judged
+    # stop: save and end as failed; abort: without saving; rollback: to a healthy checkpoint
     action: Literal["stop", "abort", "rollback"] = "stop"
-    max_rollbacks: Annotated[PositiveInt, only_if("callbacks.divergence.action", "rollback")] = 3  # in the run's life
+    # over the life of the run; then it stops
+    max_rollbacks: Annotated[PositiveInt, only_if(".action", "rollback")] = 3
     use_eval_loss: bool = False  # judge eval_loss instead of loss
-    metric_key: str | None = None  # judge this metric of the logs or evaluations
+    metric_key: str | None = None  # judge another metric of the logs or evaluations
 
     def problems(self, config: Any) -> Iterator[str]:
         path = "callbacks.divergence"
@@ -410,49 +502,62 @@ class DivergenceSettings(Settings):
 
 
 @settings
-class GradNormSettings(Settings):
-    every: Literal["eval", "log"] | PositiveInt = "eval"  # at each evaluation, with each log, or every so many steps
+class GradNormSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.grad_norms:GradNormLogger"
+    type = "grad_norms"
+
+    # eval: at evaluations; log: with each log; or a number of steps
+    every: Literal["eval", "log"] | PositiveInt = "eval"
 
 
 @settings
-class ParameterNormSettings(Settings):
-    log_norms: bool = True
-    log_spectral_norms: bool = True
-    power_iter_steps: PositiveInt = 10  # per evaluation; twice as many at the first
+class ParameterNormSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.parameter_norms:ParameterNormLogger"
+    type = "parameter_norms"
+
+    log_norms: bool = True  # L2 norm of each parameter
+    log_spectral_norms: bool = True  # largest singular value of each matrix
+    power_iter_steps: PositiveInt = 10  # iterations per evaluation; twice as many at the first
 
 
 @settings
-class WeightNormSettings(Settings):
-    pass
+class WeightNormSettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.weight_norm:WeightNormLogger"
+    type = "weight_norm"
+    place: ClassVar[int] = ADDS
 
 
 @settings
-class PeakMemorySettings(Settings):
-    show_details: bool = False
-    do_log: bool = False
-    enable_memory_snapshot: bool = False
-    file_prefix: str = "memory"  # of the snapshots, in the run directory
+class PeakMemorySettings(CallbackPart):
+    maker: ClassVar[str] = "forgather_cli.callbacks.peak_memory:PeakMemory"
+    type = "peak_memory"
+    place: ClassVar[int] = ADDS
+
+    show_details: bool = False  # by kind, not the peak alone
+    do_log: bool = False  # add each rank's peak to the logs
+    enable_memory_snapshot: bool = False  # write what CUDA allocated, for pytorch.org/memory_viz
+    file_prefix: str = "memory"  # of the snapshots' names in the run directory
 
 
-def _without_texts(config: Any) -> Void | None:
-    """Texts come at evaluations, where they have no steps of their own."""
-    void, textgen = without_evaluation(config), config.callbacks.textgen
-    if void is None or textgen.generation_steps is not None:
-        return None
-    return Void(void.because, f"{void.remedy}, set callbacks.textgen.generation_steps=100")
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def _finished_below(cls: type[_T]) -> type[_T]:
+    return cls
 
 
-@settings
+@_finished_below
 class CallbackSettings(Settings):
-    """The active callbacks by config name; None is inactive. ``custom`` holds the user's ``_target_`` entries."""
+    """The active callbacks by config name; None is inactive. ``custom`` holds the user's ``_target_`` entries.
+
+    There is a field for each ``CallbackPart``. Those written here are the ones that type checkers know.
+    """
 
     metrics: MetricsSettings | None = None
     info: InfoSettings | None = None
     progress: ProgressSettings | None = None
     json: JsonSettings | None = None
     tensorboard: TensorboardSettings | None = None
-    textgen: Annotated[TextgenSettings | None, OnlyIf(_without_texts)] = None
-    early_stopping: Annotated[EarlyStoppingSettings | None, NEEDS_EVALUATION] = None
+    textgen: TextgenSettings | None = None
+    early_stopping: EarlyStoppingSettings | None = None
     control: ControlSettings | None = None
     diloco: DilocoSettings | None = None
     divergence: DivergenceSettings | None = None
@@ -463,6 +568,21 @@ class CallbackSettings(Settings):
     weight_norm: WeightNormSettings | None = None
     peak_memory: PeakMemorySettings | None = None
     custom: dict[str, Annotated[Target, by_type]] = field(default_factory=dict)
+
+    def active(self) -> list[CallbackPart]:
+        """Those that there are, in the order in which events reach them."""
+        found = [part for part in vars(self).values() if isinstance(part, CallbackPart)]
+        return sorted(found, key=lambda part: part.place)
+
+
+def finish() -> None:
+    """Make ``CallbackSettings`` a settings class, once all options are found."""
+    part: Any
+    for part in CallbackPart.members:
+        hint = part | None
+        CallbackSettings.__annotations__[part.type] = Annotated[hint, part.counts] if part.counts else hint
+        setattr(CallbackSettings, part.type, None)
+    settings(CallbackSettings)
 
 
 def _split_custom(value: Any) -> Any:

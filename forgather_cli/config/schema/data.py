@@ -17,44 +17,72 @@ from forgather_cli.config.schema.base import (
     FilePath,
     Fraction,
     OnlyIf,
+    Option,
     PositiveInt,
-    Settings,
     Target,
     Void,
+    by_type,
     only_if,
     only_where,
     settings,
 )
+from forgather_cli.config.schema.trainer import NEEDS_RANKS
 from forgather_cli.documents.regular_files import GIVE_RECORDS, RECORDS
 
 
-def _undispatched(config: Any) -> Void | None:
+def _undispatched(config: Any, owner: DataSettings | DataTarget) -> Void | None:
     """Ranks read data that has numbers by these; one rank has nobody to share other data with."""
-    if not config.data.is_stream:
+    if not owner.is_stream:
         streams = "data._target_, or data=hf with streaming=true"
         return Void("data", f"ranks read its samples by number; give iterable data ({streams})")
-    return _ALONE.void(config)
+    return NEEDS_RANKS.void(config, owner)
 
 
-_ALONE = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
-WITHOUT_EVAL_FILES = only_where("data.eval_files", lambda files: not files, "leave eval_files out")
-_CACHED = only_if("data.streaming", False)
-_OF_DIRECTORY = only_where("data.tokenizer", lambda name: name not in ("bytes", "bpe"), "set data.tokenizer=DIR")
+WITHOUT_EVAL_FILES = only_where(".eval_files", lambda files: not files, "leave eval_files out")
+_CACHED = only_if(".streaming", False)
+_OF_DIRECTORY = only_where(".tokenizer", lambda name: name not in ("bytes", "bpe"), "set data.tokenizer=DIR")
 
 
 @settings
-class CommonData(Settings):
-    """What all data have."""
+class DataSettings(Option):
+    """What all data have: the base of every option of the group ``data``.
 
-    tokenizer: FilePath = "bytes"  # bytes, bpe, or a directory with tokenizer.json
-    bpe_vocab_size: Annotated[int, Ge(258), only_if("data.tokenizer", "bpe")] = 4096
-    cache_dir: FilePath | None = None  # null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
-    # of iterable data; null: true, rank 0 reads and sends; false: each its shard
+    ``maker`` names a class below ``data.splits.DataSource``. It is made with the option and what the run's other
+    settings say, and has what others ask: ``load`` (datasets and tokenizer), ``text`` (the documents), ``origins``
+    (what these lie in), and for a plan ``vocabulary``, ``sides``, ``counts``. ``data.sources.TextSource`` has all
+    but ``text``; its options are below ``CorpusSettings``. The properties here are fields where an option has them.
+    """
+
+    # bytes, a directory, bpe (trained on text); null: the model's, tokenizer_default or bytes
+    tokenizer: FilePath = field(default="bytes", metadata={"file": None})
+    # tokens in the vocabulary that tokenizer=bpe trains, at least 258
+    bpe_vocab_size: Annotated[int, Ge(258), only_if(".tokenizer", "bpe")] = 4096
+    cache_dir: FilePath | None = None  # token caches; null: $XDG_CACHE_HOME/forgather or ~/.cache/forgather
+    # iterable data, several ranks: null, true: rank 0 reads and sends; false: each its shard
     dispatch_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
-    dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None  # null: as dispatch_batches
+    # the same for evaluation; null: as dispatch_batches
+    dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
 
     is_paired: ClassVar[bool | None] = False
-    """Whether its examples have two sides, for an encoder-decoder; None where only the user knows."""
+    """Whether its examples have two sides, for an encoder-decoder; it then has the fields of ``PairedSettings``. None
+    where only the user knows."""
+    is_chats: ClassVar[bool] = False
+    """Whether its documents are chats, trained on in part; it then has the fields of ``InstructSettings``."""
+
+    @property
+    def seq_len(self) -> int:
+        """The longest sample in tokens; of examples of two sides the longer one."""
+        raise NotImplementedError
+
+    @property
+    def add_tokens(self) -> Literal["auto"] | bool:
+        """Whether it gives its tokenizer tokens that the model is to learn."""
+        return False
+
+    @property
+    def template_date(self) -> str | None:
+        """The day that a chat template writes, None: that of the run's first start; empty where none does."""
+        return ""
 
     @property
     def is_stream(self) -> bool:
@@ -69,20 +97,23 @@ class CommonData(Settings):
 
 
 @settings
-class _Data(CommonData):
-    seq_len: Annotated[int, Ge(2)] = 256  # tokens
+class SequenceSettings(DataSettings):
+    """Data whose samples are cut from documents, or made of them, and have one length."""
+
+    seq_len: Annotated[int, Ge(2)] = 256  # tokens per sequence
+    # concat (cut the stream of documents), best_fit (whole documents), pad (one document each)
     packing: Literal["concat", "best_fit", "pad"] = "concat"
-    isolate_documents: bool = False
-    # a begin token before each document and prompt; null: as transformers does with the tokenizer
+    isolate_documents: bool = False  # true: attention and targets stop at document borders
+    # of a tokenizer directory: a begin token before documents and prompts; null: its own rule
     add_bos: Annotated[bool | None, _OF_DIRECTORY] = None
 
 
-def _files_of_text(config: Any) -> Void | None:
+def _files_of_text(config: Any, owner: Any) -> Void | None:
     """Where all files are plain text, which has no field."""
-    patterns = [*config.data.files, *config.data.eval_files]
+    patterns = [*owner.files, *owner.eval_files]
     names = [Path(name.lower()) for each in patterns for name in glob(each, recursive=True) or [each]]
     has_records = any(suffix in RECORDS for name in names for suffix in name.suffixes)
-    return None if has_records or not config.data.files else Void("data.files", GIVE_RECORDS)
+    return None if has_records or not owner.files else Void(".files", GIVE_RECORDS)
 
 
 OF_RECORDS = OnlyIf(_files_of_text)
@@ -90,59 +121,73 @@ OnBadRow = Literal["error", "skip"]
 
 
 @settings
-class _Tokenized(_Data):
-    tokenize_processes: PositiveInt | None = None  # at once; null: the cores, where there is enough to do
+class CorpusSettings(SequenceSettings):
+    """Text, which is tokenized once, into the cache."""
+
+    # processes that tokenize at once; null: the cores, for more than 64 MiB of text
+    tokenize_processes: PositiveInt | None = None
 
 
 @settings
-class PythonStdlibSettings(_Tokenized):
-    """Sources of the running interpreter's standard library."""
+class PythonStdlibSettings(CorpusSettings):
+    """Sources of the running interpreter's standard library, about 11 MB; nothing to download."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:FilesSource"
 
     type: Literal["python_stdlib"] = "python_stdlib"
-    eval_fraction: Fraction = 0.05  # of the files
+    eval_fraction: Fraction = 0.05  # fraction of the documents that is held out
 
 
 @settings
-class TextSettings(_Tokenized):
-    """Local text: txt, md, jsonl, json, csv, tsv, plain or compressed; and parquet."""
+class TextSettings(CorpusSettings):
+    """Local text: txt, md, jsonl, json, csv, tsv (plain, gz, bz2, xz or zst) and parquet files."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:FilesSource"
 
     type: Literal["text"] = "text"
-    files: list[FilePath]
-    eval_files: list[FilePath] = field(default_factory=list)  # empty: eval_fraction of the documents
+    files: list[FilePath]  # list of paths and globs, plain or compressed (gz, bz2, xz, zst)
+    # list of paths and globs to evaluate on; empty: eval_fraction of the documents
+    eval_files: list[FilePath] = field(default_factory=list)
+    # field or column of the records that holds the text; not beside txt and md alone
     text_key: Annotated[str, OF_RECORDS] = "text"
-    on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
-    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the documents
+    on_bad_row: OnBadRow = "error"  # broken rows and rows without text: error, or skip (left out and counted)
+    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05
 
 
-def _beside_files(config: Any) -> Void | None:
+def _beside_files(config: Any, owner: Any) -> Void | None:
     """Files that are read without the library leave nothing to the settings of a dataset."""
-    return Void("data.files", "leave files out") if getattr(config.data, "files", None) else None
+    return Void(".files", "leave files out") if getattr(owner, "files", None) else None
 
 
 _OF_DATASET = OnlyIf(_beside_files)
 
 
 @settings
-class DatasetSettings(_Data):
+class DatasetSettings(SequenceSettings):
     """What the ``datasets`` library reads: a dataset of the hub, local files, or a directory."""
 
-    # a name on the hub, a directory, or a format of data_files; null: by their suffix
+    # name on the hub, directory (of save_to_disk, or of data files), or format of data_files
     dataset: Annotated[FilePath | None, _OF_DATASET] = None
-    dataset_config: Annotated[str | None, _OF_DATASET] = None  # of a dataset with several configurations
+    dataset_config: Annotated[str | None, _OF_DATASET] = None  # configuration (subset) of a dataset that has several
+    # split to train on; without streaming also a slice, as train[:10%]
     train_split: Annotated[str, _OF_DATASET] = "train"
-    # null: eval_fraction of the documents, unless streaming
+    # split to evaluate on; null: eval_fraction, or with streaming nothing
     eval_split: Annotated[str | None, _OF_DATASET] = None
+    # list of paths and globs, or URLs, instead of those of the dataset
     data_files: Annotated[list[FilePath], _OF_DATASET] = field(default_factory=list)
-    eval_files: list[FilePath] = field(default_factory=list)  # in the format of data_files
-    revision: Annotated[str | None, _OF_DATASET] = None  # branch, tag or commit on the hub
+    # list of paths and globs to evaluate on, in the format of those to train on
+    eval_files: list[FilePath] = field(default_factory=list)
+    revision: Annotated[str | None, _OF_DATASET] = None  # branch, tag or commit on the hub; null: main
     eval_fraction: Annotated[
         Fraction,
-        only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
-        only_if("data.eval_split", None, remedy="leave eval_split out"),
+        only_if(".streaming", False, remedy="set data.eval_split or data.eval_files"),
+        only_if(".eval_split", None, remedy="leave eval_split out"),
         WITHOUT_EVAL_FILES,
-    ] = 0.05  # of the documents
+    ] = 0.05  # fraction of the documents or conversations that is held out; not with streaming
+    # true: read, tokenized and packed while training, from the hub too; nothing is stored
     streaming: Annotated[bool, _OF_DATASET] = False
-    shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents; 0: in the dataset's order
+    # streaming: documents or conversations shuffled at once; 0: the order of the dataset
+    shuffle_buffer: Annotated[Count, only_if(".streaming", True)] = 0
     cache_dir: Annotated[FilePath | None, _CACHED] = None
 
     @property
@@ -166,13 +211,15 @@ class DatasetSettings(_Data):
 
 
 @settings
-class HfSettings(DatasetSettings, _Tokenized):
-    """The ``datasets`` library: a dataset of the hub, local files, or a directory."""
+class HfSettings(DatasetSettings, CorpusSettings):
+    """The datasets library: a dataset of the hub, local json, parquet, arrow, csv or text, or a directory."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:HfSource"
 
     type: Literal["hf"] = "hf"
-    text_key: str = "text"
-    on_bad_row: OnBadRow = "error"  # a row without text; skip: it is left out and counted
-    tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None  # as _Tokenized
+    text_key: str = "text"  # column that holds the text
+    on_bad_row: OnBadRow = "error"
+    tokenize_processes: Annotated[PositiveInt | None, _CACHED] = None
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.dataset is None and not self.data_files:
@@ -191,16 +238,19 @@ class HfSettings(DatasetSettings, _Tokenized):
 
 
 @settings
-class TokensSettings(_Data):
-    """Pre-tokenized memory maps."""
+class TokensSettings(SequenceSettings):
+    """Pre-tokenized memory maps: .bin (raw token ids) and .npy files."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:TokenFilesSource"
 
     type: Literal["tokens"] = "tokens"
-    files: list[FilePath]
+    files: list[FilePath]  # list of paths and globs
+    # list of paths and globs to evaluate on; empty: eval_fraction of the tokens, from the end
     eval_files: list[FilePath] = field(default_factory=list)
-    # of .bin files, .npy say their own; null: uint16, unless they look wider
+    # of .bin files: uint16, uint32, int32, int64; null: uint16, refused where they look wider; .npy files say their own
     token_dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None
-    document_separator: int | None = None  # token id that ends a document
-    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the tokens, from the end
+    document_separator: int | None = None  # token id that ends a document; null: no borders known
+    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # fraction of the tokens that is held out
 
 
 ChatKey = Literal[
@@ -212,23 +262,32 @@ ChatKey = Literal[
 
 @settings
 class InstructSettings(DatasetSettings):
-    """Conversations: files of records, or of the ``datasets`` library; targets are the assistant's turns."""
+    """Chats in jsonl, json, csv, tsv and parquet files, or of the datasets library; loss on the assistant's turns."""
+
+    maker: ClassVar[str] = "forgather_cli.data.sources:ChatSource"
+    is_chats: ClassVar[bool] = True
 
     type: Literal["instruct"] = "instruct"
-    files: list[FilePath] = field(default_factory=list)  # eval_files go with them, or with data_files
-    on_bad_row: OnBadRow = "error"  # a record that is no conversation; skip: it is left out and counted
-    messages_key: str | None = None  # null: messages, conversations, or prompt and completion
-    mapping: dict[str, ChatKey] = field(default_factory=dict)  # key of the records: role, or key of a known layout
-    ignore: list[str] = field(default_factory=list)  # keys of the records that are as if they were not there
-    chat_template: FilePath | None = None  # a file, or chatml; null: the tokenizer directory's
-    # YYYY-MM-DD, the day that a template writes; null: of the run's first start, whose moment runs of before have
+    # list of paths and globs, plain or compressed (gz, bz2, xz, zst); or a dataset:
+    files: list[FilePath] = field(default_factory=list)
+    on_bad_row: OnBadRow = "error"  # records that are no conversation: error, or skip (left out and counted)
+    # field with the list of messages; null: messages, conversations, or prompt and completion
+    messages_key: str | None = None
+    # other layouts: key of the records: system, user, assistant, or a key of a known layout
+    mapping: dict[str, ChatKey] = field(default_factory=dict)
+    ignore: list[str] = field(default_factory=list)  # keys of the records that are left out, as if they were not there
+    chat_template: FilePath | None = None  # file with a Jinja template, or chatml; null: the tokenizer directory's own
+    # YYYY-MM-DD, the day that a template writes (strftime_now); null: on which the run begins
     template_date: Annotated[str, AfterValidator(lambda text: datetime.fromisoformat(text) and text)] | None = None
-    # markers of the template that are no tokens yet; auto: added where the model can learn them
+    # the template's markers without a token: auto (added if learnable), true, false (text)
     add_tokens: Literal["auto"] | bool = "auto"
+    # targets: assistant (its turns), last (its last turn), all (every token)
     train_on: Literal["assistant", "last", "all"] = "assistant"
-    too_long: Literal["cut", "drop"] = "cut"  # conversations longer than seq_len
+    # conversations longer than seq_len: cut (keep the first seq_len tokens), drop
+    too_long: Literal["cut", "drop"] = "cut"
+    # best_fit (whole conversations), pad (one each), concat (cut where a sequence ends)
     packing: Literal["concat", "best_fit", "pad"] = "best_fit"
-    isolate_documents: bool = True
+    isolate_documents: bool = True  # attention, targets and positions stop at the borders of conversations
 
     def problems(self, config: Any) -> Iterator[str]:
         if not self.files and self.dataset is None and not self.data_files:
@@ -249,13 +308,15 @@ class InstructSettings(DatasetSettings):
 
 
 @settings
-class SyntheticSettings(_Data):
+class SyntheticSettings(SequenceSettings):
     """Random tokens made on the fly, for benchmarks and tests."""
 
+    maker: ClassVar[str] = "forgather_cli.data.sources:SyntheticSource"
+
     type: Literal["synthetic"] = "synthetic"
-    num_samples: PositiveInt = 100_000
-    num_eval_samples: Count = 64
-    ragged: bool = False  # sequences of random length, padded, padding without targets
+    num_samples: PositiveInt = 100_000  # training sequences
+    num_eval_samples: Count = 64  # evaluation sequences
+    ragged: bool = False  # true: sequences of random length, padded; padding has no targets
 
     @property
     def nothing_held_out(self) -> Void | None:
@@ -273,4 +334,10 @@ class DataTarget(Target):
 
     is_stream: ClassVar[bool] = True
     is_paired: ClassVar[bool | None] = None
+    cache_dir: ClassVar[str | None] = None
+    add_tokens: ClassVar[bool] = False
+    template_date: ClassVar[str] = ""
     nothing_held_out: ClassVar[Void | None] = None
+
+
+DataOption = Annotated[DataSettings | DataTarget, by_type]

@@ -1,4 +1,4 @@
-"""The decoder's settings, and which Hugging Face architecture a set of them is.
+"""The base class of the group ``model``, the decoder's settings, and which Hugging Face architecture a set of them is.
 
 A checkpoint of the decoder is a directory that transformers loads as it lies, so settings that no architecture there
 can express are refused before training.
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
+    Option,
     PositiveFloat,
     PositiveInt,
     Probability,
@@ -21,7 +22,56 @@ from forgather_cli.config.schema.base import (
 )
 from forgather_cli.errors import ModelError
 
-_TYPE = "model.rope_scaling.rope_type"
+
+class ModelSettings(Option):
+    """An option of the group ``model``: a network, and where its first weights come from.
+
+    ``maker`` is the module's class, or a function that returns one, without weights, on the device that is current:
+    meta as a rule. It is called with ``arguments()`` by name and, where its signature names them and no setting does,
+    with ``vocab_size`` (the tokenizer's), ``seq_len`` (of the data, in tokens) and ``num_new`` (how many of the tokens
+    the data has added). Weights are drawn by (seed, name): each submodule with parameters has ``reset_parameters()``
+    (or ``models/init.py: Fills``), each with buffers ``reset_buffers()``, as far as torch's own do not.
+
+    ``forward(input_ids)``, (B, T) int64, returns logits (B, T, V). It takes ``document_ids``, ``attention_mask`` and
+    ``position_ids`` where the data has them (``models/decoder.py``). What else a module has is found by name: ``head``
+    and ``hidden_states`` by losses that apply the head themselves, ``cut`` by a pipeline (``models/stages.py:
+    Cuttable``), a ``ModuleList`` of blocks by fsdp2, recomputation and compilation, ``is_encoder_decoder`` by the data.
+    """
+
+    weights: ClassVar[str] = "forgather_cli.models.build:DrawnWeights"
+    """``module:name`` of the class that gives the parameters their first values; of weights in a directory another."""
+    directory_setting: ClassVar[str] = ""
+    """The field that names the directory with the weights; of a field ``path`` it may be one of the hub."""
+    is_encoder_decoder: ClassVar[bool | None] = False
+    """Whether it reads examples of two sides; None where only a directory tells."""
+    head_gives_logits: ClassVar[bool] = False
+    """Whether a loss may apply its ``head`` to its ``hidden_states``, and ``loss=auto`` choose one that does."""
+    draws_on_device: ClassVar[bool] = False
+    """Whether ``construct_model_on=device`` draws its weights there too: other numbers than on a CPU."""
+
+    vocab_size: int | None = None
+    """Its own number of tokens; None: the tokenizer's, or a directory's. A field of options that let it be set."""
+    num_sentinel_tokens: int = 0
+    """Tokens for spans that the data of an encoder-decoder add to the tokenizer."""
+
+    @property
+    def directory(self) -> str | None:
+        """The directory with its weights; None where they are drawn."""
+        return getattr(self, self.directory_setting) if self.directory_setting else None
+
+    def num_parameters(self, vocab_size: int) -> int:
+        """Of the model, or about so many; 0 where nobody knows before it is made. ``vocab_size`` is the tokenizer's."""
+        return 0
+
+
+class WholeSettings(ModelSettings):
+    """One whose maker is called with the settings as a whole, ``option``."""
+
+    def arguments(self) -> dict[str, Any]:
+        return {"option": self}
+
+
+_TYPE = ".rope_type"
 _YARN = only_if(_TYPE, "yarn")
 
 
@@ -43,31 +93,44 @@ class RopeScaling(Settings):
 
 
 @settings
-class DecoderSettings(Settings):
-    """The own decoder: Llama, Mistral, Qwen2 and Qwen3 shapes."""
+class DecoderSettings(WholeSettings):
+    """The own decoder (Llama, Mistral, Qwen2 and Qwen3 shapes) with every setting."""
+
+    maker: ClassVar[str] = "forgather_cli.models.build:decoder"
+    head_gives_logits: ClassVar[bool] = True
+    draws_on_device: ClassVar[bool] = True
 
     type: Literal["decoder"] = "decoder"
-    hidden_size: PositiveInt = 256
-    intermediate_size: PositiveInt | None = None  # null: 8/3 hidden_size, rounded up to a multiple of 32
-    num_hidden_layers: PositiveInt = 4
-    num_attention_heads: PositiveInt = 4
-    num_key_value_heads: PositiveInt | None = None  # null: num_attention_heads
-    head_dim: PositiveInt | None = None  # null: hidden_size / num_attention_heads
-    vocab_size: PositiveInt | None = None  # null: the tokenizer's
-    max_position_embeddings: PositiveInt | None = None  # null: data.seq_len
-    rms_norm_eps: PositiveFloat = 1e-5
-    rope_theta: PositiveFloat = 10000.0
+    hidden_size: PositiveInt = 256  # width of the residual stream
+    # width of the MLP; null: 8/3 hidden_size, rounded up to a multiple of 32
+    intermediate_size: PositiveInt | None = None
+    num_hidden_layers: PositiveInt = 4  # blocks
+    num_attention_heads: PositiveInt = 4  # query heads
+    # key and value heads (grouped-query attention); null: num_attention_heads
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None  # width of one head; null: hidden_size / num_attention_heads
+    vocab_size: PositiveInt | None = None  # rows of the embedding; null: the tokenizer's
+    max_position_embeddings: PositiveInt | None = None  # longest sequence in tokens; null: data.seq_len
+    rms_norm_eps: PositiveFloat = 1e-5  # added to the mean square
+    rope_theta: PositiveFloat = 10000.0  # base of the rotary frequencies
+    # {rope_type: default|linear|dynamic|yarn|llama3, factor: ..., ...}; null: none
     rope_scaling: RopeScaling | None = None
-    sliding_window: PositiveInt | None = None
-    attention_bias: bool = False  # q, k, v
-    attention_output_bias: bool | None = None  # o; null: as attention_bias
-    mlp_bias: bool = False
-    qk_norm: bool = False
-    tie_word_embeddings: bool = False
+    sliding_window: PositiveInt | None = None  # tokens a query sees back (Mistral); null: all
+    attention_bias: bool = False  # biases of q, k and v
+    attention_output_bias: bool | None = None  # bias of o; null: as attention_bias
+    mlp_bias: bool = False  # biases of gate, up and down
+    qk_norm: bool = False  # RMSNorm of queries and keys (Qwen3)
+    tie_word_embeddings: bool = False  # the head shares the embedding's weight
+    # probability, on attention weights; any dropout draws other units in another layout
     attention_dropout: Probability = 0.0
-    residual_dropout: Probability = 0.0
-    initializer_range: PositiveFloat = 0.02
-    zero_init_outputs: bool = False  # o, down and a head of its own
+    residual_dropout: Probability = 0.0  # probability, on each block's two outputs; likewise
+    initializer_range: PositiveFloat = 0.02  # standard deviation of the initial weights
+    zero_init_outputs: bool = False  # weights of o, down and an untied head begin at zero: blocks begin as identities
+
+    @property
+    def model_type(self) -> str:
+        """What transformers calls its shape. Raises ModelError."""
+        return family_of(self).model_type
 
     @property
     def has_output_bias(self) -> bool:

@@ -27,44 +27,53 @@ Wire = Literal["fp32", "bf16", "int8", "int4"]
 class OuterSettings:
     """The server's own optimizer: SGD on the averaged changes of the workers."""
 
-    lr: PositiveFloat = 0.7
-    momentum: Probability = 0.9
-    nesterov: bool = True
-    delay: PositiveInt | None = None
+    lr: PositiveFloat = 0.7  # learning rate of the outer step; 1 with momentum=0 is the plain average
+    momentum: Probability = 0.9  # of the outer step, from 0 to below 1
+    nesterov: bool = True  # look ahead by the momentum; counts only where that is not 0
+    delay: PositiveInt | None = None  # async: submissions between two updates of the momentum; null: as many as workers
 
 
 @settings
 class DilocoServerSettings(Settings):
-    """How workers are brought together, in seconds and rounds."""
+    """The server that brings workers over slow links together (forgather diloco server); rounds are counted from 0."""
 
-    workers: PositiveInt = 2
-    host: str = "127.0.0.1"
-    port: Annotated[Count, Le(65535)] = 8512
+    workers: PositiveInt = 2  # workers that the first round waits for; more may join later
+    host: str = "127.0.0.1"  # address to listen on; beyond this machine it needs TLS, or insecure=true
+    port: Annotated[Count, Le(65535)] = 8512  # TCP port; 0: any free one
+    # sync: a round ends when all have sent; async: each submission counts as it comes
     mode: Literal["sync", "async"] = "sync"
-    sync_every: PositiveInt = 500
-    compression: Wire = "bf16"
-    compression_down: Wire = "fp32"
+    sync_every: PositiveInt = 500  # optimizer steps of each worker in one round
+    compression: Wire = "bf16"  # of what workers send: fp32, bf16, int8, int4
+    compression_down: Wire = "fp32"  # of what they fetch each round: fp32, or its change in bf16 or int8
+    # of int8 and int4 that workers send: up or down at random, so that the mean is right
     stochastic_rounding: bool = False
-    outer: OuterSettings = OuterSettings()
-    weighting: Literal["tokens", "equal"] = "tokens"
+    outer: OuterSettings = OuterSettings()  # the step on the workers' averaged changes: SGD
+    weighting: Literal["tokens", "equal"] = "tokens"  # of the changes: by the targets each has trained on, or equal
+    # influence of a member at most, in medians of the members'; null: all are trusted
     max_share: Annotated[float, Ge(1)] | None = 2.0
-    quorum: PositiveInt | None = None
-    grace: NonNegative = 0.0
+    quorum: PositiveInt | None = None  # submissions that are enough to end a round; null: all
+    grace: NonNegative = 0.0  # seconds that a round still waits for others once the quorum is there
+    # seconds of silence after which nobody waits for a worker; null: wait for ever
     eviction: PositiveFloat | None = 120.0
+    # seconds after which a round ends with those that have sent; auto: ten times what half of its members needed, at
+    # least 600; before half have sent, an hour after the first one, or after half had sent in the round before; null:
+    # wait for ever
     round_timeout: PositiveFloat | Literal["auto"] | None = "auto"
+    # parts of the model, of which one is exchanged every sync_every / num_fragments steps
     num_fragments: PositiveInt = 1
-    overlap: Count = 0
-    alpha: Fraction = 0.5
-    save_every: PositiveInt = 1
-    keep: PositiveInt = 3
-    max_rounds: PositiveInt | None = None
-    max_tokens: PositiveInt | None = None
-    keep_submissions: bool = False
-    rewind: bool = False
+    overlap: Count = 0  # steps that are trained while an exchange is under way; 0: training waits for it
+    alpha: Fraction = 0.5  # share of a worker's own weights where new ones come overlap steps later
+    save_every: PositiveInt = 1  # rounds between two checkpoints
+    keep: PositiveInt = 3  # newest checkpoints to keep
+    max_rounds: PositiveInt | None = None  # end after so many rounds; null: when it is stopped
+    max_tokens: PositiveInt | None = None  # end after so many trained targets of all workers
+    keep_submissions: bool = False  # keep what workers have sent: forgather diloco replay needs it
+    rewind: bool = False  # workers that know rounds that this server has lost: take them back, else refuse them
+    # file with the token that workers show; null: DILOCO_TOKEN, or one made in RUN/diloco.token
     token_file: FilePath | None = None
-    tls_certificate: FilePath | None = None
-    tls_key: FilePath | None = None
-    insecure: bool = False
+    tls_certificate: FilePath | None = None  # file with the certificate chain (PEM), to serve by TLS
+    tls_key: FilePath | None = None  # file with its private key (PEM)
+    insecure: bool = False  # listen beyond this machine without TLS: whoever sees the traffic can read and send
 
     def problems(self, config: Any = None) -> Iterator[str]:
         """``config`` is not read: none of these settings depends on the recipe's."""

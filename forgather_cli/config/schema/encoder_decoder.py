@@ -12,43 +12,52 @@ from forgather_cli.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Probability,
-    Settings,
     only_where,
     settings,
 )
-from forgather_cli.config.schema.decoder import DecoderSettings, RopeScaling
+from forgather_cli.config.schema.decoder import DecoderSettings, RopeScaling, WholeSettings
 
-_FROM_SCRATCH = only_where("model.init_from", lambda path: path is None, "leave init_from out")
+_FROM_SCRATCH = only_where(".init_from", lambda path: path is None, "leave init_from out")
 
-_FROM_DIRECTORY = only_where("model.init_from", bool, "set model.init_from=DIR")
+_FROM_DIRECTORY = only_where(".init_from", bool, "set model.init_from=DIR")
 
 
 @settings
-class EncoderDecoderSettings(Settings):
-    """Qwen3 with an encoder: two stacks of one shape and one embedding, from scratch or from a Qwen3 directory."""
+class EncoderDecoderSettings(WholeSettings):
+    """Qwen3 with an encoder: two stacks of one shape and one embedding; for data=ul2 and data=seq2seq."""
+
+    maker: ClassVar[str] = "forgather_cli.models.build:encoder_decoder"
+    weights: ClassVar[str] = "forgather_cli.models.build:StackWeights"
+    directory_setting: ClassVar[str] = "init_from"
+    is_encoder_decoder: ClassVar[bool | None] = True
+    head_gives_logits: ClassVar[bool] = True
 
     type: Literal["qwen3_encdec"] = "qwen3_encdec"
-    init_from: FilePath | None = None  # a Qwen3 directory, whose shape and weights both stacks get
-    # of the decoder's attention to the encoder: drawn, a copy of the self-attention, or that with its output at zero
+    init_from: FilePath | None = None  # a Qwen3 directory, whose shape and weights both stacks get; null: from scratch
+    # with init_from: zero (adds nothing first), self (self-attention's copy), fresh (drawn)
     cross_attention: Annotated[Literal["zero", "self", "fresh"], _FROM_DIRECTORY] = "zero"
-    replace_tokenizer: Annotated[bool, _FROM_DIRECTORY] = False  # as of PretrainedSettings
-    num_sentinel_tokens: Count = 100
+    # true: take data.tokenizer=bytes or bpe, though the weights know the ids of another
+    replace_tokenizer: Annotated[bool, _FROM_DIRECTORY] = False
+    num_sentinel_tokens: Count = 100  # tokens that stand for masked spans, beside the tokenizer's
     hidden_size: Annotated[PositiveInt, _FROM_SCRATCH] = 256
     intermediate_size: Annotated[PositiveInt | None, _FROM_SCRATCH] = None
-    num_hidden_layers: Annotated[PositiveInt, _FROM_SCRATCH] = 4  # of each stack
+    num_hidden_layers: Annotated[PositiveInt, _FROM_SCRATCH] = 4  # blocks of each stack
     num_attention_heads: Annotated[PositiveInt, _FROM_SCRATCH] = 4
     num_key_value_heads: Annotated[PositiveInt | None, _FROM_SCRATCH] = None
     head_dim: Annotated[PositiveInt | None, _FROM_SCRATCH] = None
-    vocab_size: Annotated[PositiveInt | None, _FROM_SCRATCH] = None  # rows; null: the tokenizer's and the sentinels
-    max_position_embeddings: Annotated[PositiveInt | None, _FROM_SCRATCH] = None  # null: the longer side of the data
+    # rows of the embedding; null: the tokenizer's with the sentinels
+    vocab_size: Annotated[PositiveInt | None, _FROM_SCRATCH] = None
+    # longest side of an example in tokens; null: the data's
+    max_position_embeddings: Annotated[PositiveInt | None, _FROM_SCRATCH] = None
     rms_norm_eps: Annotated[PositiveFloat, _FROM_SCRATCH] = 1e-6
     rope_theta: Annotated[PositiveFloat, _FROM_SCRATCH] = 1e6
+    # {rope_type: linear|yarn|llama3, factor: ..., ...}; null: none
     rope_scaling: Annotated[RopeScaling | None, _FROM_SCRATCH] = None
-    attention_bias: Annotated[bool, _FROM_SCRATCH] = False
+    attention_bias: Annotated[bool, _FROM_SCRATCH] = False  # biases of q, k, v and o
     tie_word_embeddings: Annotated[bool, _FROM_SCRATCH] = True
     initializer_range: Annotated[PositiveFloat, _FROM_SCRATCH] = 0.02
     attention_dropout: Probability = 0.0
-    residual_dropout: Probability = 0.0
+    residual_dropout: Probability = 0.0  # probability, on each block's outputs; likewise
 
     SHAPE: ClassVar[tuple[str, ...]] = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -82,7 +91,7 @@ class EncoderDecoderSettings(Settings):
             )
         if config is None:
             return
-        if getattr(config.trainer, "cuts_layers", False):
+        if config.trainer.cuts_layers:
             yield (
                 f"trainer: {config.trainer.type} cannot cut model=qwen3_encdec into stages, whose decoder layers all "
                 "read the encoder; choose trainer=fsdp2 or ddp"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from inspect import getsourcefile, getsourcelines
 from pathlib import Path
 from typing import ClassVar, get_origin, get_type_hints
 
-from forgather_cli.config.schema.base import Option
+from forgather_cli.config.schema.base import Option, all_options
 from forgather_cli.errors import ConfigError
 
 _PACKAGE = Path(__file__).parents[2]
@@ -24,12 +25,14 @@ def import_options() -> list[type[Option]]:
         folders[:] = sorted(set(folders) - {"__pycache__"})
         if "settings.py" in files:
             parts = Path(folder).relative_to(_PACKAGE.parent).parts
-            import_module(".".join([*parts, "settings"]))
-    found = [option for base in Option.bases for option in base.members]
-    for option in found:
+            name = ".".join([*parts, "settings"])
+            if name in sys.modules and not any(option.__module__ == name for option in all_options()):
+                del sys.modules[name]  # it was imported first of all, and waits for the schema: begin it anew
+            import_module(name)
+    for option in all_options():
         if option.__module__.endswith(".settings"):
             _check_names(option)
-    return found
+    return all_options()
 
 
 def undecodable(cls: type[Option]) -> Iterator[str]:
@@ -38,7 +41,7 @@ def undecodable(cls: type[Option]) -> Iterator[str]:
 
     for name, hint in get_type_hints(cls, include_extras=True).items():
         try:
-            if name in vars(cls)["__annotations__"] and get_origin(hint) is not ClassVar:
+            if name in vars(cls).get("__annotations__", {}) and get_origin(hint) is not ClassVar:
                 TypeAdapter(hint)
         except PydanticUserError as error:
             yield f"{_field_at(cls, name)}: {str(error).partition('. ')[0]}"
@@ -46,7 +49,7 @@ def undecodable(cls: type[Option]) -> Iterator[str]:
 
 def _check_names(cls: type[Option]) -> None:
     """pydantic (2.14) says of a name that it does not know that the class is not fully defined."""
-    for name, annotation in vars(cls)["__annotations__"].items():
+    for name, annotation in vars(cls).get("__annotations__", {}).items():
         field = type(cls.__name__, (), {"__annotations__": {name: annotation}, "__module__": cls.__module__})
         try:
             get_type_hints(field)

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from forgather_cli.config.schema.base import NonNegative, PositiveInt, Probability, Settings, Target, by_type, settings
+from forgather_cli.config.schema.base import NonNegative, Option, PositiveInt, Probability, Target, by_type, settings
 
 
-class _Loss(Settings):
+class LossSettings(Option):
+    """A loss. Its ``maker`` is a function or a class.
+
+    A function is a ``loss_fn`` (``loss.losses.LossFn``): ``(logits (B, T, V), labels (B, T), **arguments())`` -> mean
+    over the targets. It shifts the labels itself where the model is causal. A class is a ``loss.base.Loss``, made with
+    ``arguments()``, for whatever is more than a function of logits and labels.
+    """
+
     applies_head: ClassVar[bool] = False
     """Multiplies with the head's weight itself, so that the logits never exist."""
+    takes_device: ClassVar[bool] = False
+    """The class is made with ``device`` too, a ``torch.device``; None where it is not known."""
 
 
-class _KernelLoss(_Loss):
+_TRITON = ("triton",) if sys.platform == "linux" else ()
+"""The packages of kernels import it, on a CPU too."""
+
+
+class _KernelLoss(LossSettings):
     """Computed by an optional package, on GPUs; ``device=auto`` is known to the ranks alone, who say so themselves."""
 
     applies_head: ClassVar[bool] = True
-    type: str
 
     def problems(self, config: Any) -> Iterator[str]:
-        if getattr(config.trainer, "splits_backward", False):
+        if config.trainer.splits_backward:
             yield (
                 f"loss: the kernels of {self.type} have one backward for inputs and weights, which schedule="
                 f"{config.trainer.schedule} splits; set loss=linear_cross_entropy or schedule=1F1B"
@@ -28,36 +41,52 @@ class _KernelLoss(_Loss):
 
 
 @settings
-class _Smoothed(_Loss):
-    z_loss: NonNegative = 0.0
-    label_smoothing: Probability = 0.0
+class _Smoothed(LossSettings):
+    maker: ClassVar[str] = "forgather_cli.loss.losses:CrossEntropy"
+
+    z_loss: NonNegative = 0.0  # weight of the squared log-partition term
+    label_smoothing: Probability = 0.0  # probability mass spread over the vocabulary
 
 
 @settings
 class AutoLossSettings(_Smoothed):
-    """The fastest of the others on the device: decided when the run starts, and kept by it."""
+    """The one that suits the device: on a CPU cross_entropy, on a GPU what never holds the logits of all tokens in
+    fp32.
+
+    With torch_compile, an adapter or a class that is not ours cross_entropy; else liger where it is installed, or
+    linear_cross_entropy. Decided when the run starts, which says it, and kept by it.
+    """
 
     type: Literal["auto"] = "auto"
 
 
 @settings
 class CrossEntropySettings(_Smoothed):
+    """Cross-entropy of the next token on full logits."""
+
     type: Literal["cross_entropy"] = "cross_entropy"
 
 
 @settings
 class LinearCrossEntropySettings(_Smoothed):
-    """Head and loss together in chunks, without the tokens x vocabulary logits."""
+    """Head and cross-entropy together in chunks, without the tokens x vocabulary logits."""
 
+    maker: ClassVar[str] = "forgather_cli.loss.losses:LinearCrossEntropy"
     applies_head: ClassVar[bool] = True
+    takes_device: ClassVar[bool] = True
 
     type: Literal["linear_cross_entropy"] = "linear_cross_entropy"
-    chunk_size: PositiveInt | None = None  # tokens; null: by the memory of the GPU, 256 on a CPU
+    # tokens whose logits exist at a time; null: by the memory of the GPU, 256 on a CPU
+    chunk_size: PositiveInt | None = None
 
 
 @settings
 class LigerSettings(_KernelLoss, _Smoothed):
-    """Head and loss together in the kernels of liger-kernel."""
+    """Head and cross-entropy in Liger's kernels; needs a CUDA GPU, and pip install 'forgather[kernels]'."""
+
+    maker: ClassVar[str] = "forgather_cli.loss.kernels:Liger"
+    takes_device: ClassVar[bool] = True
+    needs: ClassVar[tuple[str, ...]] = ("kernels", "liger-kernel", *_TRITON)
 
     type: Literal["liger"] = "liger"
 
@@ -69,7 +98,13 @@ class LigerSettings(_KernelLoss, _Smoothed):
 
 @settings
 class CutCrossEntropySettings(_KernelLoss):
-    """Head and loss together in the kernels of cut-cross-entropy, which know neither z_loss nor label_smoothing."""
+    """Head and cross-entropy in Cut Cross-Entropy's kernels, without logits; needs pip install 'forgather[kernels]'.
+
+    With CUDA it needs precision=bf16 or fp16; elsewhere torch compiles it, with logits.
+    """
+
+    maker: ClassVar[str] = "forgather_cli.loss.kernels:CutCrossEntropy"
+    needs: ClassVar[tuple[str, ...]] = ("kernels", "cut-cross-entropy", *_TRITON)
 
     type: Literal["cut_cross_entropy"] = "cut_cross_entropy"
 
@@ -80,7 +115,7 @@ class CutCrossEntropySettings(_KernelLoss):
                 "deterministic: the kernels of loss=cut_cross_entropy add up in any order; set deterministic=false or "
                 "loss=linear_cross_entropy"
             )
-        in_fp32 = config.precision.type == "fp32" and getattr(config.trainer, "param_dtype", None) in (None, "fp32")
+        in_fp32 = config.precision.is_fp32 and config.trainer.param_dtype in (None, "fp32")
         if config.device.partition(":")[0] == "cuda" and in_fp32:
             yield (
                 "loss: the backward of cut_cross_entropy takes bf16 or fp16, got precision=fp32; set precision=bf16 or "
@@ -88,9 +123,4 @@ class CutCrossEntropySettings(_KernelLoss):
             )
 
 
-KernelLoss = LigerSettings | CutCrossEntropySettings
-"""Options that are computed by an optional package."""
-FusedLoss = LinearCrossEntropySettings | KernelLoss
-"""Options that apply the head's weight themselves."""
-
-LossOption = Annotated[AutoLossSettings | CrossEntropySettings | FusedLoss | Target, by_type]
+LossOption = Annotated[LossSettings | Target, by_type]

@@ -3,49 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
 
 from forgather_cli.config.schema.base import (
     FilePath,
     PositiveInt,
-    Settings,
     Target,
     by_type,
     only_if,
     only_where,
     settings,
 )
-from forgather_cli.config.schema.decoder import DecoderSettings
-from forgather_cli.config.schema.encoder_decoder import EncoderDecoderSettings
+from forgather_cli.config.schema.decoder import ModelSettings, WholeSettings
 
-_OF_DIRECTORY = only_where("model.path", bool, "set model.path=DIR")
-_RESIZED = only_if("model.resize_vocabulary", True)
+_OF_DIRECTORY = only_where(".path", bool, "set model.path=DIR")
+_RESIZED = only_if(".resize_vocabulary", True)
 
 
 @settings
-class PretrainedSettings(Settings):
-    """A Hugging Face directory of the decoder's families."""
+class PretrainedSettings(WholeSettings):
+    """A Hugging Face model of the Llama, Mistral, Qwen2 or Qwen3 family (config.json and safetensors)."""
+
+    maker: ClassVar[str] = "forgather_cli.models.build:pretrained"
+    weights: ClassVar[str] = "forgather_cli.models.build:PretrainedWeights"
+    directory_setting: ClassVar[str] = "path"
+    is_encoder_decoder: ClassVar[bool | None] = None
+    head_gives_logits: ClassVar[bool] = True
 
     type: Literal["pretrained"] = "pretrained"
-    path: FilePath
-    replace_tokenizer: bool = False  # whether data.tokenizer may be bytes or bpe though the directory has its own
-    resize_vocabulary: bool = False
-    # rows; null: as many as the tokenizer has tokens
+    path: FilePath  # its directory, a checkpoint, or OWNER/NAME on the Hugging Face hub
+    replace_tokenizer: bool = False
+    resize_vocabulary: bool = False  # true: add rows for tokens that the tokenizer has and the model lacks
+    # rows: the resized vocabulary is rounded up to a multiple of this; null: it is not
     pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = None
+
+    def num_parameters(self, vocab_size: int) -> int:
+        return sum(file.stat().st_size for file in Path(self.path).glob("*.safetensors")) // 2
 
 
 @settings
-class TransformersSettings(Settings):
-    """Any causal language model of the transformers library: from a directory, or fresh from a config."""
+class TransformersSettings(WholeSettings):
+    """Any causal language model of the transformers library, from a directory, the hub, or fresh.
+
+    Under trainer=pipeline decoders like Llama.
+    """
+
+    maker: ClassVar[str] = "forgather_cli.models.hf.build:build_causal_lm"
+    weights: ClassVar[str] = "forgather_cli.models.hf.weights:CausalLMWeights"
+    directory_setting: ClassVar[str] = "path"
 
     type: Literal["transformers"] = "transformers"
+    # directory with config.json, checkpoint, or OWNER/NAME on the hub; null: fresh weights
     path: FilePath | None = None
-    # a mapping, or the path of a config.json or of a directory with one
+    # {model_type: gpt2, n_layer: 2, ...}, or a config.json; beside path: changes to its own
     config: dict[str, Any] | FilePath | None = None
-    attn_implementation: str | None = None  # null: transformers' choice
-    trust_remote_code: bool = False
-    replace_tokenizer: Annotated[bool, _OF_DIRECTORY] = False  # as of PretrainedSettings
-    # fresh weights have the tokenizer's size
+    # eager, sdpa, flash_attention_2, ...; null: what transformers takes for the class
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False  # always false: code that lies in a model directory is never run
+    replace_tokenizer: Annotated[bool, _OF_DIRECTORY] = False
     resize_vocabulary: Annotated[bool, _OF_DIRECTORY] = False
     pad_vocab_to_multiple_of: Annotated[PositiveInt | None, _RESIZED] = None
 
@@ -72,6 +88,4 @@ class TransformersSettings(Settings):
             )
 
 
-ModelOption = Annotated[
-    DecoderSettings | EncoderDecoderSettings | PretrainedSettings | TransformersSettings | Target, by_type
-]
+ModelOption = Annotated[ModelSettings | Target, by_type]

@@ -15,34 +15,34 @@ from forgather_cli.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Settings,
+    Target,
     Void,
-    by_type,
     only_if,
     settings,
 )
 from forgather_cli.config.schema.data import (
     OF_RECORDS,
     WITHOUT_EVAL_FILES,
-    CommonData,
-    DataTarget,
+    DataSettings,
     HfSettings,
-    InstructSettings,
     OnBadRow,
     PythonStdlibSettings,
-    SyntheticSettings,
     TextSettings,
-    TokensSettings,
 )
 
-_PACKED = only_if("data.packing", "best_fit")
+_PACKED = only_if(".packing", "best_fit")
 
 
 @settings
-class _PairedData(CommonData):
-    max_encoder_length: Annotated[int, Ge(2)] = 4096  # tokens of one example's source
-    max_decoder_length: Annotated[int, Ge(2)] = 2048  # tokens of one example's target
-    packing: Literal["best_fit", "pad"] = "best_fit"
-    pack_encoder: Annotated[PositiveInt | None, _PACKED] = None  # tokens of a row; null: see conf
+class PairedSettings(DataSettings):
+    """Data whose examples have two sides."""
+
+    max_encoder_length: Annotated[int, Ge(2)] = 4096  # tokens of one example's source at most
+    max_decoder_length: Annotated[int, Ge(2)] = 2048  # tokens of one example's target at most
+    packing: Literal["best_fit", "pad"] = "best_fit"  # best_fit (several examples in a row, kept apart), pad (one each)
+    # tokens of a packed row's encoder side; null: max_encoder_length, data=ul2: twice that
+    pack_encoder: Annotated[PositiveInt | None, _PACKED] = None
+    # tokens of its decoder side; null: as the examples fill it
     pack_decoder: Annotated[PositiveInt | None, _PACKED] = None
 
     is_paired: ClassVar[bool | None] = True
@@ -60,10 +60,10 @@ class _PairedData(CommonData):
                     f"pack_{name}: must hold an example of max_{name}_length={most} tokens, got {pack}; raise it, or "
                     f"lower max_{name}_length"
                 )
-        if (kind := getattr(config.model, "type", None)) in ("decoder", "transformers"):
+        if not isinstance(config.model, Target) and config.model.is_encoder_decoder is False:
             yield (
-                f"model: data={config.data.type} has examples of two sides, got model={kind}, which reads one; choose "
-                "model=qwen3_encdec"
+                f"model: data={config.data.type} has examples of two sides, got model={config.model.type}, which reads "
+                "one; choose model=qwen3_encdec"
             )
 
 
@@ -113,34 +113,52 @@ MIXTURES: dict[str, tuple[DenoiserSettings, ...]] = {
 
 
 @settings
-class Ul2Settings(_PairedData):
-    """Text of which a part is to be restored, by a mixture of denoisers."""
+class Ul2Settings(PairedSettings):
+    """Text of which a part is to be restored, by a mixture of denoisers (UL2); for model=qwen3_encdec."""
+
+    maker: ClassVar[str] = "forgather_cli.data.paired.source:Ul2Source"
 
     type: Literal["ul2"] = "ul2"
+    # where the text is from: python_stdlib, text (files) or hf (the datasets library)
     source: Literal["python_stdlib", "text", "hf"] = "python_stdlib"
-    files: Annotated[list[FilePath], only_if("data.source", "text")] = field(default_factory=list)
-    dataset: Annotated[FilePath | None, only_if("data.source", "hf")] = None
-    dataset_config: Annotated[str | None, only_if("data.source", "hf")] = None
-    train_split: Annotated[str, only_if("data.source", "hf")] = "train"
-    eval_split: Annotated[str | None, only_if("data.source", "hf")] = None
-    data_files: Annotated[list[FilePath], only_if("data.source", "hf")] = field(default_factory=list)
-    revision: Annotated[str | None, only_if("data.source", "hf")] = None
-    streaming: Annotated[bool, only_if("data.source", "hf")] = False
-    shuffle_buffer: Annotated[Count, only_if("data.streaming", True)] = 0  # documents
-    eval_files: Annotated[list[FilePath], only_if("data.source", "text", "hf")] = field(default_factory=list)
+    # source=text: list of paths and globs
+    files: Annotated[list[FilePath], only_if(".source", "text")] = field(default_factory=list)
+    # source=hf: name on the hub, directory, or format of data_files
+    dataset: Annotated[FilePath | None, only_if(".source", "hf")] = None
+    # source=hf: configuration (subset) of a dataset that has several
+    dataset_config: Annotated[str | None, only_if(".source", "hf")] = None
+    train_split: Annotated[str, only_if(".source", "hf")] = "train"  # source=hf: split to train on
+    # source=hf: split to evaluate on; null: eval_fraction, or with streaming nothing
+    eval_split: Annotated[str | None, only_if(".source", "hf")] = None
+    # source=hf: list of paths and globs, or URLs, instead of those of the dataset
+    data_files: Annotated[list[FilePath], only_if(".source", "hf")] = field(default_factory=list)
+    # source=hf: branch, tag or commit on the hub; null: main
+    revision: Annotated[str | None, only_if(".source", "hf")] = None
+    # source=hf; true: read, tokenized, denoised and packed while training; nothing is stored
+    streaming: Annotated[bool, only_if(".source", "hf")] = False
+    shuffle_buffer: Annotated[Count, only_if(".streaming", True)] = 0
+    # source=text and hf: paths and globs to evaluate on; empty: eval_fraction of the documents
+    eval_files: Annotated[list[FilePath], only_if(".source", "text", "hf")] = field(default_factory=list)
     eval_fraction: Annotated[
         Fraction,
         WITHOUT_EVAL_FILES,
-        only_if("data.streaming", False, remedy="set data.eval_split or data.eval_files"),
-        only_if("data.eval_split", None, remedy="leave eval_split out"),
-    ] = 0.05
-    text_key: Annotated[str, only_if("data.source", "text", "hf"), OF_RECORDS] = "text"
-    on_bad_row: Annotated[OnBadRow, only_if("data.source", "text", "hf")] = "error"
-    tokenize_processes: Annotated[PositiveInt | None, only_if("data.streaming", False)] = None
-    max_seq_length: Annotated[int, Ge(8)] = 8192  # tokens of a window
+        only_if(".streaming", False, remedy="set data.eval_split or data.eval_files"),
+        only_if(".eval_split", None, remedy="leave eval_split out"),
+    ] = 0.05  # fraction of the documents that is held out; not with streaming
+    # source=text and hf: field or column that holds the text
+    text_key: Annotated[str, only_if(".source", "text", "hf"), OF_RECORDS] = "text"
+    # source=text and hf: broken rows, rows without text: error, or skip (left out, counted)
+    on_bad_row: Annotated[OnBadRow, only_if(".source", "text", "hf")] = "error"
+    tokenize_processes: Annotated[PositiveInt | None, only_if(".streaming", False)] = None
+    # tokens of a window, which its denoiser cuts into equal pieces, an example each
+    max_seq_length: Annotated[int, Ge(8)] = 8192
+    # r_x_s (5 denoisers), ul2 (the paper's 7); S: a prefix of 20 to 80 %, the rest asked for
     mixture: Literal["r_x_s", "ul2"] = "r_x_s"
-    ul2_task_weights: list[PositiveFloat] | None = None  # of the mixture's denoisers; null: its own
-    denoisers: list[DenoiserSettings] = field(default_factory=list)  # instead of a mixture
+    # a number for each denoiser of the mixture; null: 1 1 1 1 4 of r_x_s, equal ones of ul2
+    ul2_task_weights: list[PositiveFloat] | None = None
+    # list of {name, prefix, mean_span, corruption, weight} instead of a mixture; mean_span null: prefix language model,
+    # corruption the mean share after the prefix (0.5)
+    denoisers: list[DenoiserSettings] = field(default_factory=list)
     block_windows: PositiveInt = 512  # windows whose examples are packed together
 
     @property
@@ -189,30 +207,20 @@ class Ul2Settings(_PairedData):
 
 
 @settings
-class Seq2SeqSettings(_PairedData):
-    """Pairs of a source and a target in files of records."""
+class Seq2SeqSettings(PairedSettings):
+    """Pairs of a source and a target in jsonl, json, csv, tsv and parquet files; for model=qwen3_encdec."""
+
+    maker: ClassVar[str] = "forgather_cli.data.paired.source:PairSource"
 
     type: Literal["seq2seq"] = "seq2seq"
     files: list[FilePath]
-    eval_files: list[FilePath] = field(default_factory=list)  # empty: eval_fraction of the pairs
-    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # of the pairs
-    on_bad_row: OnBadRow = "error"  # a record that is no pair; skip: it is left out and counted
-    max_encoder_length: Annotated[int, Ge(2)] = 512  # tokens of a source
-    max_decoder_length: Annotated[int, Ge(2)] = 512  # tokens of a target
-    input_key: str = "input"
-    target_key: str = "target"
+    # list of paths and globs to evaluate on; empty: eval_fraction of the pairs
+    eval_files: list[FilePath] = field(default_factory=list)
+    eval_fraction: Annotated[Fraction, WITHOUT_EVAL_FILES] = 0.05  # fraction of the pairs that is held out
+    on_bad_row: OnBadRow = "error"  # records that are no pair of texts: error, or skip (left out and counted)
+    max_encoder_length: Annotated[int, Ge(2)] = 512  # tokens of a source at most
+    max_decoder_length: Annotated[int, Ge(2)] = 512  # tokens of a target at most
+    input_key: str = "input"  # field of a record that holds the source
+    target_key: str = "target"  # field of a record that holds the target
+    # sides longer than max_encoder_length and max_decoder_length: cut, or drop the pair
     too_long: Literal["cut", "drop"] = "cut"
-
-
-DataOption = Annotated[
-    PythonStdlibSettings
-    | TextSettings
-    | HfSettings
-    | TokensSettings
-    | InstructSettings
-    | SyntheticSettings
-    | Ul2Settings
-    | Seq2SeqSettings
-    | DataTarget,
-    by_type,
-]

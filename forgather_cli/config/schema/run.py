@@ -34,18 +34,17 @@ from forgather_cli.config.schema.base import (
     value_at,
 )
 from forgather_cli.config.schema.callbacks import CallbackOption
-from forgather_cli.config.schema.loss import LossOption
+from forgather_cli.config.schema.data import DataOption
+from forgather_cli.config.schema.loss import LossOption, LossSettings
 from forgather_cli.config.schema.model import ModelOption
 from forgather_cli.config.schema.optimizer import OptimizerOption
-from forgather_cli.config.schema.paired import DataOption
 from forgather_cli.config.schema.precision import PrecisionOption
 from forgather_cli.config.schema.scheduler import SchedulerOption
-from forgather_cli.config.schema.trainer import PipelineSettings, SingleSettings, TrainerOption
+from forgather_cli.config.schema.trainer import NEEDS_RANKS, TrainerOption
 from forgather_cli.errors import ConfigError
 from forgather_cli.run_dir import is_name
 
-_SEVERAL_RANKS = only_where("trainer", lambda kind: kind != "single", "choose trainer=ddp, fsdp2 or pipeline")
-_IN_STAGES = only_if("trainer", "pipeline")
+_IN_STAGES = OnlyIf(lambda config, *_: None if config.trainer.cuts_layers else Void("trainer", "set trainer=pipeline"))
 _WORKERS = only_where("dataloader_num_workers", bool, "set dataloader_num_workers above 0")
 _COMPILED = only_if("torch_compile", True, "auto", remedy="set torch_compile=true")
 _EVALUATES = only_if("eval_strategy", "steps", "epoch", remedy="set eval_strategy=steps")
@@ -55,10 +54,10 @@ _ON_RESUME = only_where("resume_from_checkpoint", lambda resume: resume is not F
 
 
 _SERVED = OnlyIf(  # the server of commands names the job by it
-    lambda config: None if config.callbacks.control else Void("callbacks.control", "add '+callbacks.control={}'")
+    lambda config, _: None if config.callbacks.control else Void("callbacks.control", "add '+callbacks.control={}'")
 )
 _NEW_RUN = OnlyIf(  # one that is gone on with is not overwritten; overwrite_output_dir=false says just that
-    lambda config: (
+    lambda config, _: (
         Void("resume_from_checkpoint", "set resume_from_checkpoint=false")
         if config.overwrite_output_dir and config.resume_from_checkpoint is True
         else None
@@ -72,106 +71,150 @@ EVALUATED = ("loss", "perplexity", "bits_per_byte", "tokens", "targets", "runtim
 
 @settings
 class RunSettings(Settings):
-    """Run-level settings. Steps are optimizer steps, batch sizes are sequences, times are seconds."""
+    """One training run: an option of each group, and the run-level settings.
 
-    output_dir: FilePath | None = None  # null: outputs/<recipe>/<date>_<time>
-    logging_dir: FilePath | None = None  # null: output_dir
+    Steps are optimizer steps, batch sizes are sequences, times are seconds; names are those of TrainingArguments.
+    """
+
+    output_dir: FilePath | None = None  # run directory; null: outputs/<recipe>/<date>_<time>
+    logging_dir: FilePath | None = None  # where loggers write; null: output_dir
+    # true: start anew in a directory that holds metrics or checkpoints
     overwrite_output_dir: Annotated[bool, _NEW_RUN] = False
-    job_id: Annotated[str | None, _SERVED] = None  # null: job_<time>_<host>_<pid>
+    # name of the job for forgather control; null: job_<time>_<host>_<pid>
+    job_id: Annotated[str | None, _SERVED] = None
 
-    max_steps: Annotated[int, Ge(-1)] = -1
-    num_train_epochs: Annotated[float, only_if("max_steps", -1)] = 1.0  # -1: data that ends by itself
-    epoch_train_steps: PositiveInt | None = None
+    max_steps: Annotated[int, Ge(-1)] = -1  # optimizer steps, repeating data; -1: by num_train_epochs
+    # passes over the data; -1: until the data ends by itself
+    num_train_epochs: Annotated[float, only_if("max_steps", -1)] = 1.0
+    epoch_train_steps: PositiveInt | None = None  # optimizer steps per epoch, for data without a length
+    # sequences per optimizer step over all ranks; null: per_device x accumulation x ranks
     global_batch_size: PositiveInt | None = None
+    # sequences per rank and micro-step; with global_batch_size an upper bound
     per_device_train_batch_size: PositiveInt = 8
-    per_device_eval_batch_size: Annotated[PositiveInt, NEEDS_EVALUATION] = 8
-    gradient_accumulation_steps: PositiveInt | None = None  # null: 1, or what global_batch_size asks for
+    per_device_eval_batch_size: Annotated[PositiveInt, NEEDS_EVALUATION] = 8  # sequences per rank and evaluation batch
+    # micro-steps per optimizer step; null: 1, or what global_batch_size asks for
+    gradient_accumulation_steps: PositiveInt | None = None
+    # out of memory in the first steps: again with half the micro-batch, more accumulation
     auto_find_batch_size: bool = False
 
-    learning_rate: NonNegative = 1e-3
-    weight_decay: NonNegative = 0.1
+    learning_rate: NonNegative = 1e-3  # peak of the schedule
+    weight_decay: NonNegative = 0.1  # of the parameters that optimizer.groups does not exempt
     # regular expressions of the parameters that are trained; null: all, beside an adapter none
     trainable: list[str] | None = None
-    max_grad_norm: NonNegative | None = 1.0
+    max_grad_norm: NonNegative | None = 1.0  # global norm to clip to; null or 0: measure only
 
-    report_to: list[str] | str | None = None  # null: as callbacks say
-    logging_strategy: Interval = "steps"
+    # tensorboard, wandb, mlflow, ..., a list, none, all (installed); null: as callbacks say
+    report_to: list[str] | str | None = None
+    logging_strategy: Interval = "steps"  # no, steps, epoch
+    # steps between two log records; below 1: a fraction of all steps, rounded up
     logging_steps: Annotated[Steps, only_if("logging_strategy", "steps")] = 10
-    logging_first_step: Annotated[bool, only_if("logging_strategy", "steps")] = True
-    eval_strategy: Annotated[Interval, asks_for_evaluation("eval_strategy")] = "steps"
+    logging_first_step: Annotated[bool, only_if("logging_strategy", "steps")] = True  # log step 1 too
+    eval_strategy: Annotated[Interval, asks_for_evaluation("eval_strategy")] = "steps"  # no, steps, epoch
+    # steps between two evaluations; below 1: a fraction of all steps
     eval_steps: Annotated[Steps, only_if("eval_strategy", "steps"), NEEDS_EVALUATION] = 100
+    # steps (epochs under eval_strategy=epoch) before the first evaluation
     eval_delay: Annotated[NonNegative, _EVALUATES, NEEDS_EVALUATION] = 0
-    eval_on_start: Annotated[bool, asks_for_evaluation("eval_on_start")] = False
-    eval_on_save: Annotated[bool, _SAVES, asks_for_evaluation("eval_on_save")] = False
+    eval_on_start: Annotated[bool, asks_for_evaluation("eval_on_start")] = False  # evaluate before the first step
+    eval_on_save: Annotated[bool, _SAVES, asks_for_evaluation("eval_on_save")] = False  # evaluate before each save
+    # the first N sequences of the split, the same in every layout; null: all
     max_eval_samples: Annotated[PositiveInt | None, NEEDS_EVALUATION] = None
-    max_eval_steps: Annotated[Literal[-1] | PositiveInt, NEEDS_EVALUATION] = -1
+    max_eval_steps: Annotated[Literal[-1] | PositiveInt, NEEDS_EVALUATION] = -1  # evaluation batches per rank; -1: all
 
+    # no, steps, epoch, best (after each evaluation better than all before, and at the end)
     save_strategy: SaveInterval = "steps"
+    # steps between two checkpoints; below 1: a fraction of all steps
     save_steps: Annotated[Steps, only_if("save_strategy", "steps")] = 500
-    save_total_limit: PositiveInt | None = 3  # null: keep all
-    async_save: bool = True
-    save_timeout: PositiveFloat = 600.0
-    verify_checkpoint: Literal["full", "size", "none"] = "full"
-    replication_check: Annotated[Literal["none", "quick", "tensor", "full"], _SEVERAL_RANKS] = "tensor"
-    load_best_model_at_end: bool = False
+    save_total_limit: PositiveInt | None = 3  # newest checkpoints to keep; null: all
+    async_save: bool = True  # train on while the checkpoint is written; costs one copy in host memory
+    save_timeout: PositiveFloat = 600.0  # seconds until a save that does not finish is given up
+    verify_checkpoint: Literal["full", "size", "none"] = "full"  # before loading: full (SHA-256), size, none
+    # at save, of what all ranks hold: none, quick (names, shapes), tensor (checksum), full
+    replication_check: Annotated[Literal["none", "quick", "tensor", "full"], NEEDS_RANKS] = "tensor"
+    load_best_model_at_end: bool = False  # needs evaluation
+    # an entry of the evaluations, by which checkpoints are compared
     metric_for_best_model: Annotated[str, NEEDS_EVALUATION] = "eval_loss"
-    greater_is_better: Annotated[bool, NEEDS_EVALUATION] = False
-    preserve_n_best: Count = 1
-    average_last: Annotated[Annotated[int, Ge(3)] | None, _SAVES] = None  # null: no average
+    greater_is_better: Annotated[bool, NEEDS_EVALUATION] = False  # is a larger metric_for_best_model better
+    preserve_n_best: Count = 1  # best checkpoints to keep besides the newest
+    # at the end write the mean of the last N checkpoints' weights too, N at least 3
+    average_last: Annotated[Annotated[int, Ge(3)] | None, _SAVES] = None
 
+    # false; true: newest valid in output_dir, fresh if none; or a checkpoint's path
     resume_from_checkpoint: bool | FilePath = False
     resume_components: Annotated[
         Literal["all"]
         | list[Literal["model", "optimizer", "scheduler", "trainer", "data", "rng", "callbacks", "components"]],
         _DATASET,
         _ON_RESUME,
-    ] = "all"
-    ignore_data_skip: Annotated[bool, _ON_RESUME] = False
+    ] = "all"  # all, or a list of model, optimizer, scheduler, trainer, data, rng, callbacks, components (your own)
+    ignore_data_skip: Annotated[bool, _ON_RESUME] = False  # true: start the data from its beginning
 
-    # of a corpus (data=python_stdlib, text, hf without streaming) where neither data.tokenizer nor the model names one
+    # of a corpus (data=python_stdlib, text, hf) whose data and model name none: bytes, bpe
     tokenizer_default: Literal["bytes", "bpe"] = "bytes"
-    dataloader_num_workers: Count = 0
+    dataloader_num_workers: Count = 0  # worker processes per rank; 0: load in the training process
+    # batches each worker loads ahead; null: PyTorch's 2
     dataloader_prefetch_factor: Annotated[PositiveInt | None, _WORKERS] = None
-    dataloader_pin_memory: bool | None = None  # null: on CUDA
-    dataloader_persistent_workers: Annotated[bool, _WORKERS] = False
-    dataloader_drop_last: bool = True
-    set_dataset_epoch: bool = True
+    dataloader_pin_memory: bool | None = None  # page-locked host memory for faster copies; null: on CUDA
+    dataloader_persistent_workers: Annotated[bool, _WORKERS] = False  # keep the workers between epochs
+    dataloader_drop_last: bool = True  # leave out the last incomplete global batch of an epoch
+    set_dataset_epoch: bool = True  # call set_epoch(epoch) on datasets that have it
 
-    seed: Annotated[int, Ge(-1)] = 42
-    deterministic: bool = False
-    device: str = "auto"
-    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None  # null: as torch is
+    seed: Annotated[int, Ge(-1)] = 42  # of initial weights, data order and dropout; -1: none
+    deterministic: bool = False  # two runs bit-identical on the same machine; slower on CUDA
+    device: str = "auto"  # auto (CUDA if there is one), cpu, cuda, cuda:1, mps
+    # of fp32 products: highest, high (TF32), medium (bf16); null: as torch is (highest)
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
+    # torch's anomaly mode: an error where a gradient is NaN, with what made it; much slower
     detect_anomaly: bool = False
+    # each rank prints its parameters and buffers after each step in which its model is made
     debug_model_init: bool = False
-    debug_model_params: bool = False
+    debug_model_params: bool = False  # each rank prints its parameters and buffers with shape, dtype and device
+    # under trainer=pipeline each rank prints the modules of its stages
     debug_split_model: Annotated[bool, _IN_STAGES] = False
+    # under trainer=pipeline each rank prints what its stages do, as torch logs it
     debug_pipeline: Annotated[bool, _IN_STAGES] = False
 
-    torch_compile: bool | Literal["auto"] = False  # auto: as config/decided.py decides
+    # true, false; auto: where the GPU and the run make it pay, decided at the first start
+    torch_compile: bool | Literal["auto"] = False
+    # model (and its loss, one graph), blocks; auto: model under single and ddp, else blocks
     torch_compile_scope: Annotated[Literal["auto", "blocks", "model"], _COMPILED] = "auto"
-    torch_compile_backend: Annotated[str | None, _COMPILED] = None
-    torch_compile_mode: Annotated[str | None, _COMPILED] = None
-    torch_compile_dynamic: Annotated[bool | None, _COMPILED] = None
-    torch_compile_fullgraph: Annotated[bool, _COMPILED] = False
+    torch_compile_backend: Annotated[str | None, _COMPILED] = None  # null: inductor
+    torch_compile_mode: Annotated[str | None, _COMPILED] = None  # null: default; reduce-overhead, max-autotune
+    torch_compile_dynamic: Annotated[bool | None, _COMPILED] = None  # dynamic shapes; null: as torch.compile decides
+    torch_compile_fullgraph: Annotated[bool, _COMPILED] = False  # error on a graph break
+    # fraction of the activations that compile may keep, 0 to 1; needs torch_compile
     activation_memory_budget: Annotated[Fraction | None, _COMPILED] = None
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool = False  # recompute activations in the backward: less memory, about a third slower
+    # of every n-th layer alone, from the first: more memory, faster
     gradient_checkpointing_every: Annotated[PositiveInt, only_if("gradient_checkpointing", True)] = 1
-    fuse_optim_with_backward: bool = False
+    fuse_optim_with_backward: bool = False  # step the optimizer inside the backward: no memory for gradients
+    # meta: no memory before this rank's share is known; device (other random numbers), cpu
     construct_model_on: Literal["meta", "device", "cpu"] = "meta"
 
-    gc_steps: PositiveInt = 1000
+    gc_steps: PositiveInt = 1000  # steps between two runs of Python's garbage collector
+    # fraction of device memory above which the CUDA cache may be released; null: never
     gc_threshold: Fraction | None = None
-    speed_metrics_start_step: Count = 1
+    speed_metrics_start_step: Count = 1  # steps of this process left out of the speed metrics
+    # seconds without progress (or 5 median steps, if longer) until the rank that hangs is named
     hang_report_after: PositiveFloat = 30.0
+    # seconds without progress after which the job is ended; at least hang_report_after
     hang_timeout: PositiveFloat = 1800.0
 
-    nproc_per_node: Annotated[PositiveInt | Literal["auto"], _SEVERAL_RANKS] = "auto"
-    nnodes: Annotated[PositiveInt, _SEVERAL_RANKS] = 1
-    node_rank: Annotated[Count, _SEVERAL_RANKS] = 0
-    rdzv_endpoint: Annotated[str | None, _SEVERAL_RANKS] = None
-    rdzv_backend: Annotated[str | None, _SEVERAL_RANKS] = None
-    rdzv_id: Annotated[str | None, _SEVERAL_RANKS] = None
-    max_restarts: Annotated[Count, _SEVERAL_RANKS] = 0
+    # ranks on this node; auto: number of GPUs, or 2 on CPU
+    nproc_per_node: Annotated[PositiveInt | Literal["auto"], NEEDS_RANKS] = "auto"
+    nnodes: Annotated[PositiveInt, NEEDS_RANKS] = 1  # nodes
+    node_rank: Annotated[Count, NEEDS_RANKS] = 0  # this node's number, from 0
+    # host:port on node 0, where several nodes meet: whoever reaches that port can disturb a start
+    rdzv_endpoint: Annotated[str | None, NEEDS_RANKS] = None
+    # torchrun's; null: static, with max_restarts c10d, for trusted networks only (pickles)
+    rdzv_backend: Annotated[str | None, NEEDS_RANKS] = None
+    rdzv_id: Annotated[str | None, NEEDS_RANKS] = None  # name of the job at the rendezvous
+    max_restarts: Annotated[Count, NEEDS_RANKS] = 0  # restarts from the newest valid checkpoint after a rank failed
+
+    @property
+    def loss_applies_head(self) -> bool:
+        """Whether the loss multiplies with the head's weight itself."""
+        loss = getattr(self, "loss", None)
+        return isinstance(loss, LossSettings) and loss.applies_head
 
     def recomputes(self, layer: int) -> bool:
         """Whether activations of this layer, counted from 0 in its stack of the full model, are computed again."""
@@ -210,10 +253,10 @@ class Config(RunSettings):
     @property
     def known_world(self) -> int | None:
         """Ranks of the whole job where the config says so; None under ``nproc_per_node=auto``."""
-        if isinstance(self.trainer, SingleSettings):
+        if self.trainer.is_one_process:
             return 1
         if self.nproc_per_node == "auto":
-            return self.nnodes if isinstance(self.trainer, Target) else None
+            return self.nnodes if self.trainer.is_one_process is None else None
         return self.nproc_per_node * self.nnodes
 
     def problems(self, config: Any = None) -> Iterator[str]:
@@ -282,10 +325,8 @@ class Config(RunSettings):
     def _batch_problems(self) -> Iterator[str]:
         plan = None  # where only the launch knows the number of ranks
         try:
-            if isinstance(self.trainer, PipelineSettings):
-                plan = batch_plan(self, self.trainer.shard, multiple_of=self.trainer.n_microbatches)
-            elif self.known_world is not None:
-                plan = batch_plan(self, self.known_world)
+            if ranks := self.trainer.shard if self.trainer.cuts_layers else self.known_world:
+                plan = batch_plan(self, ranks, multiple_of=self.trainer.n_microbatches)
         except ConfigError as error:
             yield from error.problems
         if self.auto_find_batch_size and self.fuse_optim_with_backward:

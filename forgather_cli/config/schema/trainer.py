@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import field
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, cast
 
 from forgather_cli.config.schema.base import (
     Count,
     FilePath,
     NonNegative,
+    OnlyIf,
+    Option,
     PositiveInt,
     Settings,
     Target,
+    Void,
     by_type,
     only_if,
+    options,
     settings,
 )
 from forgather_cli.errors import ConfigError
@@ -23,29 +27,53 @@ if TYPE_CHECKING:
     from forgather_cli.config.own_schedule import OwnSchedule
 
 
-class _Trainer(Settings):
-    """Facts about a strategy, which config, plan and the strategy read. A user's strategy states its own on itself."""
+class TrainerFacts:
+    """What config, launch and plan ask of a strategy; the values are those of a user's and of plain data parallel."""
 
-    type: str
-
+    is_one_process: ClassVar[bool | None] = False
+    """It trains in the process itself, without a process group. None: only the user knows."""
     min_ranks: ClassVar[int] = 1
-    max_ranks: ClassVar[int | None] = None
     supports_fp16: ClassVar[bool] = True
     supports_optimizer_in_backward: ClassVar[bool] = True
     compiles_with_loss: ClassVar[bool] = False
-    """Model and loss can be compiled as one; else the blocks."""
+    """Model and loss can be compiled as one, as the strategy says too; else the blocks."""
     trains_given_parameters: ClassVar[bool] = True
     """The parameters that an optimizer gets are those of the model as it was built."""
+    trains_quantized: ClassVar[bool] = False
+    """It trains beside parameters in four bits."""
     takes_built_model: ClassVar[bool] = True
     """It trains a model that is there already; else it builds its own."""
     cuts_layers: ClassVar[bool] = False
-    """Each rank holds some of the layers."""
+    """Each rank holds some of the layers, and ``shard`` of them read different data."""
+    # fields of some options: without annotations here, whose order is that of ``config explain``
+    shard = n_microbatches = 1
+    """Pipelines side by side, each with its own data; equal parts that a micro-batch is cut into."""
+    param_dtype = cast(str | None, None)
+    """Of the gathered weights, where not ``precision`` says it."""
+
+    @property
+    def shards_parameters(self) -> bool:
+        """Each rank holds some rows of its parameters."""
+        return False
+
+    @property
+    def splits_backward(self) -> bool:
+        """Gradients of inputs and of weights are computed at different times."""
+        return False
+
+
+class TrainerSettings(TrainerFacts, Option):
+    """An option of ``trainer``: a strategy, and the facts about it that config, launch and plan read.
+
+    ``maker(option, device, loss, precision)`` returns its ``strategies.base.Strategy``; every rank calls it, and the
+    default process group is there unless ``is_one_process``.
+    """
 
     def problems(self, config: Any) -> Iterator[str]:
-        if config.precision.type == "fp16" and not self.supports_fp16:
+        if config.precision.scales_loss and not self.supports_fp16:
             yield (
-                f"precision: fp16 scales the loss, which trainer={self.type} does not; set precision=bf16, or "
-                "trainer=ddp or fsdp2"
+                f"precision: {config.precision.type} scales the loss, which trainer={self.type} does not; set "
+                "precision=bf16, or trainer=ddp or fsdp2"
             )
         if config.torch_compile_scope == "model" and (config.fuse_optim_with_backward or not self.compiles_with_loss):
             # one backward of the whole frees no gradient early
@@ -57,31 +85,46 @@ class _Trainer(Settings):
                 "trainer=fsdp2"
             )
 
-    @property
-    def shards_parameters(self) -> bool:
-        """Each rank holds some rows of its parameters."""
-        return False
+    @classmethod
+    def one_process(cls) -> set[str]:
+        """The options that train in one process, for those who have only a name."""
+        return {option.type for option in options(cls) if option.is_one_process}
+
+
+@dataclass(frozen=True)
+class TrainerTarget(Target, TrainerFacts):
+    """A strategy of the user's, which states on itself what it supports."""
+
+    is_one_process: ClassVar[bool | None] = None
+
+
+_ONE_PROCESS = Void("trainer", "choose trainer=ddp, fsdp2 or pipeline")
+NEEDS_RANKS = OnlyIf(lambda config, *_: _ONE_PROCESS if config.trainer.is_one_process else None)
 
 
 @settings
-class SingleSettings(_Trainer):
+class SingleSettings(TrainerSettings):
     """One device, in the process itself."""
 
-    max_ranks: ClassVar[int | None] = 1
+    maker: ClassVar[str] = "forgather_cli.strategies.single:SingleDevice.from_settings"
+    is_one_process: ClassVar[bool | None] = True
     compiles_with_loss: ClassVar[bool] = True
+    trains_quantized: ClassVar[bool] = True
 
     type: Literal["single"] = "single"
 
 
-_AVERAGES = only_if("trainer.post_local_sgd.enabled", True, remedy="set post_local_sgd.enabled=true")
+_AVERAGES = only_if(".enabled", True, remedy="set post_local_sgd.enabled=true")
 
 
 @settings
 class PostLocalSGD(Settings):
-    enabled: bool = False
-    start_step: Annotated[Count, _AVERAGES] = 500
-    period: Annotated[PositiveInt, _AVERAGES] = 4
+    enabled: bool = False  # each rank trains alone between two averages
+    start_step: Annotated[Count, _AVERAGES] = 500  # steps with ordinary all-reduce first
+    period: Annotated[PositiveInt, _AVERAGES] = 4  # steps between two averages of the weights
+    # after start_step the ranks of one host go on averaging gradients
     post_local_gradient_allreduce: Annotated[bool, _AVERAGES] = False
+    # so many neighbouring ranks do; null: those of one host, or none (the line above)
     subgroup: Annotated[PositiveInt | None, _AVERAGES] = None
 
     def problems(self, config: Any) -> Iterator[str]:
@@ -98,41 +141,47 @@ class PostLocalSGD(Settings):
                 f"post_local_sgd.subgroup: {ranks} ranks cannot be divided into groups of {self.subgroup}; "
                 f"set it to a divisor of {ranks}"
             )
-        if config.precision.type == "fp16":
+        if config.precision.scales_loss:
             yield (
                 "post_local_sgd.enabled: ranks that train by themselves would leave out different steps under "
-                "precision=fp16; set precision=bf16 or post_local_sgd.enabled=false"
+                f"precision={config.precision.type}; set precision=bf16 or post_local_sgd.enabled=false"
             )
 
 
 @settings
-class DDPSettings(_Trainer):
+class DDPSettings(TrainerSettings):
+    """Data parallel: every rank holds the whole model and reads its slice of each batch."""
+
+    maker: ClassVar[str] = "forgather_cli.strategies.ddp:DataParallel.from_settings"
     supports_optimizer_in_backward: ClassVar[bool] = False
     compiles_with_loss: ClassVar[bool] = True
+    trains_quantized: ClassVar[bool] = True
 
     type: Literal["ddp"] = "ddp"
-    broadcast_buffers: bool = True
-    init_sync: bool = True
-    bucket_cap_mb: PositiveInt | None = None
-    find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = True
-    static_graph: bool = False
-    skip_all_reduce_unused_params: Annotated[bool, only_if("trainer.find_unused_parameters", True)] = False
+    broadcast_buffers: bool = True  # send rank 0's buffers before each forward, if the model's state has any
+    init_sync: bool = True  # send rank 0's parameters at the start
+    bucket_cap_mb: PositiveInt | None = None  # MiB of gradients per all-reduce; null: PyTorch's 25
+    find_unused_parameters: bool = False  # for models that leave parameters without a gradient in some steps
+    gradient_as_bucket_view: bool = True  # gradients live in the buckets: saves one copy of them
+    static_graph: bool = False  # the same graph in every step
+    # do not send what no rank ever uses; needs find_unused_parameters
+    skip_all_reduce_unused_params: Annotated[bool, only_if(".find_unused_parameters", True)] = False
+    # none, bf16_compress, fp16_compress, powersgd; not together with post_local_sgd
     comm_hook: Literal["none", "bf16_compress", "fp16_compress", "powersgd"] = "none"
     post_local_sgd: PostLocalSGD = field(default_factory=PostLocalSGD)
 
     def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
-        precision = config.precision.type
-        if precision == "fp16" and self.comm_hook == "powersgd":
+        precision = config.precision
+        if precision.scales_loss and self.comm_hook == "powersgd":
             yield (
-                "comm_hook: an overflow of precision=fp16 would stay in powersgd's error feedback; set precision=bf16 "
-                "or comm_hook=none"
+                f"comm_hook: an overflow of precision={precision.type} would stay in powersgd's error feedback; set "
+                "precision=bf16 or comm_hook=none"
             )
-        if precision == "bf16_true" and self.comm_hook == "fp16_compress":
+        if precision.parameters == "bf16" and self.comm_hook == "fp16_compress":
             yield (
-                "comm_hook: fp16_compress makes gradients of precision=bf16_true no smaller and loses the small ones; "
-                "set comm_hook=none"
+                f"comm_hook: fp16_compress makes gradients of precision={precision.type} no smaller and loses the "
+                "small ones; set comm_hook=none"
             )
 
 
@@ -142,7 +191,10 @@ Schedule = Literal[
 
 
 @settings
-class PipelineSettings(_Trainer):
+class PipelineSettings(TrainerSettings):
+    """Pipeline parallel: every rank holds some of the layers."""
+
+    maker: ClassVar[str] = "forgather_cli.strategies.pipeline:Pipeline"
     min_ranks: ClassVar[int] = 2
     cuts_layers: ClassVar[bool] = True
     supports_fp16: ClassVar[bool] = False
@@ -151,14 +203,20 @@ class PipelineSettings(_Trainer):
     takes_built_model: ClassVar[bool] = False
 
     type: Literal["pipeline"] = "pipeline"
-    n_microbatches: PositiveInt = 4
+    n_microbatches: PositiveInt = 4  # parts the batch is cut into on its way through the stages, per schedule step
+    # 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV; or a class of yours by
+    # _target_
     schedule: Schedule | Annotated[Target, by_type] = "1F1B"
-    stages_per_rank: PositiveInt | None = None  # null: from the schedule
-    split: Literal["auto"] | list[PositiveInt] = "auto"
-    input_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
-    output_weight: Annotated[NonNegative, only_if("trainer.split", "auto")] = 1.0
-    model_splitter: Annotated[Target, by_type] | None = None  # null: the model's cut
-    shard: PositiveInt = 1
+    # null: what the schedule needs (1, or 2 for the interleaved and V schedules)
+    stages_per_rank: PositiveInt | None = None
+    split: Literal["auto"] | list[PositiveInt] = "auto"  # auto, or a list of layers per stage
+    # how many layers the embedding counts as, for split=auto
+    input_weight: Annotated[NonNegative, only_if(".split", "auto")] = 1.0
+    # how many layers the head counts as, for split=auto
+    output_weight: Annotated[NonNegative, only_if(".split", "auto")] = 1.0
+    # a function of yours by _target_ that makes the stages; null: the model's cut(), or ours for transformers' decoders
+    model_splitter: Annotated[Target, by_type] | None = None
+    shard: PositiveInt = 1  # ranks over which FSDP2 shards each stage, with their own data; no zero-bubble schedules
 
     @property
     def shards_parameters(self) -> bool:
@@ -289,16 +347,23 @@ class PipelineSettings(_Trainer):
 
 
 @settings
-class FSDP2Settings(_Trainer):
+class FSDP2Settings(TrainerSettings):
+    """Fully sharded data parallel: every rank holds a slice of every parameter."""
+
+    maker: ClassVar[str] = "forgather_cli.strategies.fsdp2:FullyShard"
     trains_given_parameters: ClassVar[bool] = False
 
     type: Literal["fsdp2"] = "fsdp2"
-    reshard_after_forward: bool = True
-    cpu_offload: bool = False
-    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # null: from precision
-    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None  # null: from precision
-    replicate: PositiveInt = 1
-    block_classes: list[str] | None = None  # null: the model's repeated blocks
+    reshard_after_forward: bool = True  # free the gathered weights after the forward: less memory, one more gather
+    cpu_offload: bool = False  # keep the shards in host memory
+    # fp32, bf16, fp16 of the gathered weights; null: from precision
+    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    # fp32, bf16, fp16 of the gradient reduction; null: from precision
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    replicate: PositiveInt = 1  # copies of the sharded model (HSDP); must divide the number of ranks
+    # class names of the modules that are gathered one at a time; null: the repeated blocks
+    block_classes: list[str] | None = None
+    # file of Accelerate (FSDP2, DeepSpeed) or DeepSpeed's JSON; the command line outranks it
     accelerate_config: FilePath | None = None
 
     @property
@@ -312,14 +377,14 @@ class FSDP2Settings(_Trainer):
                 f"replicate: {ranks} ranks cannot be divided into {self.replicate} copies of the model; "
                 f"set it to a divisor of {ranks}"
             )
-        chosen, precision = self.param_dtype, config.precision.type
-        fitting = {"bf16": "bf16", "bf16_true": "bf16", "fp16": "fp16", "fp8": "bf16", "qat": "fp32"}.get(precision)
+        chosen, other = self.param_dtype, config.precision
+        fitting = other.autocast or other.parameters or ("fp32" if other.maker else None)
         if chosen == "fp16" and fitting != "fp16":
             yield "param_dtype: fp16 needs the loss scaling of precision=fp16; set that, and leave param_dtype out"
         elif chosen is not None and fitting is not None and chosen != fitting:
-            yield f"param_dtype: {chosen} contradicts precision={precision}; set precision={chosen} or leave it out"
+            yield f"param_dtype: {chosen} contradicts precision={other.type}; set precision={chosen} or leave it out"
         if self.block_classes == []:
             yield "block_classes: names no class, got []; set block_classes=null for the model's repeated blocks"
 
 
-TrainerOption = Annotated[SingleSettings | DDPSettings | PipelineSettings | FSDP2Settings | Target, by_type]
+TrainerOption = Annotated[TrainerSettings | TrainerTarget, by_type]

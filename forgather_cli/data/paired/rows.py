@@ -33,6 +33,13 @@ class Shape:
     """Also what the decoder begins with."""
     has_tasks: bool = False
 
+    def described(self) -> dict[str, Any]:
+        """What is worth saying of rows."""
+        if self.packing == "pad":
+            return {"row_tokens": None}
+        lengths = {"pack_encoder": self.encoder, "pack_decoder": self.decoder}
+        return {**lengths, "row_tokens": self.encoder + self.decoder}
+
 
 def batch_of_rows(rows: Sequence[Sequence[Example]], shape: Shape) -> dict[str, Tensor]:
     """Rows of examples as a batch.

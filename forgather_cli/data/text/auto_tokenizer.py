@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from forgather_cli.config.schema import DataOption, DecoderSettings, family_of
+from forgather_cli.config.schema import DataOption
 from forgather_cli.data.text.piecewise import QWEN_2
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError
@@ -33,9 +33,8 @@ def warn_of_other_ids(model: Any, data: DataOption) -> None:
 
     ``model``: ours, or one with a ``config`` of transformers. Neither that nor the tokenizer is imported or loaded.
     """
-    settings, name = getattr(model, "settings", None), getattr(data, "tokenizer", None)
-    family = family_of(settings) if isinstance(settings, DecoderSettings) else getattr(model, "config", None)
-    kind = getattr(family, "model_type", "")
+    name, described = getattr(data, "tokenizer", None), [getattr(model, key, None) for key in ("settings", "config")]
+    kind = next((kind for each in described if (kind := getattr(each, "model_type", ""))), "")
     if name is None or kind not in OWN_SPLITS or importlib.util.find_spec("transformers") is None:
         return
     if name not in ("bytes", "bpe"):

@@ -47,6 +47,11 @@ class Documents(Protocol):
         """Where they come from, for logs."""
 
     @property
+    def names(self) -> Sequence[Path | str]:
+        """The files that documents are in, by the first number of a piece's parts; or the names of splits, by the first
+        number of a document's name, whose second one is its row."""
+
+    @property
     def eval_fraction(self) -> float:
         """Fraction of the documents to hold out; 0 where none is, or whole files are."""
 
@@ -85,6 +90,10 @@ class Corpus:
     @property
     def all_files(self) -> tuple[SourceFile, ...]:
         return self.files + self.eval_files
+
+    @property
+    def names(self) -> Sequence[Path | str]:
+        return [source.path for source in self.all_files]
 
     def content(self, cache: Cache) -> str:
         return content_hash(cache, self.all_files)

@@ -23,15 +23,12 @@ from forgather_cli.data.text import read as reading
 from forgather_cli.data.text.compressed import check_archives
 from forgather_cli.data.text.corpus import CorpusPiece, find_files, stamp_of
 from forgather_cli.data.text.read import Damage, Document, Record, kind_of
+from forgather_cli.documents.regular_files import FORMATS
 from forgather_cli.errors import DataError
 from forgather_cli.hub import can_reach
 
 _VERSION = 1  # of the rules below that decide what a document is
-_FORMATS = ("json", "parquet", "arrow", "csv", "text")
-_FORMAT_OF = {
-    ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv",
-    ".ndjson": "json", ".txt": "text", ".md": "text",
-}  # fmt: skip
+_FORMATS = tuple(dict.fromkeys(FORMATS.values()))
 _LOCAL = "data.dataset=json data.data_files=[...], or a directory written by save_to_disk"
 _log = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ _log = logging.getLogger(__name__)
 def open_datasets(option: DatasetSettings, cache: Cache) -> tuple[Any, Any | None]:
     """The (train, eval) that an option names, from the hub, its cache, or files: of the library's ``Dataset``, or
     streaming its ``IterableDataset``; of ``data=hf`` with the column of the text alone. Raises DataError."""
-    path = option.dataset or _FORMAT_OF.get(kind_of(Path(option.data_files[0])))
+    path = option.dataset or FORMATS.get(kind_of(Path(option.data_files[0])))
     if path is None:
         name = option.data_files[0]
         raise DataError(f"data.data_files: cannot tell the format of {name!r}; set data.dataset={', '.join(_FORMATS)}")
@@ -215,6 +212,7 @@ class HfCorpus:
     text_key: str
     eval_fraction: float
     origin: dict[str, str]
+    names: tuple[str, str]
     skip_bad: bool = False
     by_name: bool = False
 
@@ -353,7 +351,8 @@ def hf_corpus(option: HfSettings, cache: Cache) -> HfCorpus:
     """The documents of an option. Raises DataError."""
     train, evaluation = open_datasets(option, cache)
     fraction = 0.0 if evaluation is not None else option.eval_fraction
-    return HfCorpus(train, evaluation, option.text_key, fraction, origin_of(option), option.on_bad_row == "skip")
+    skip_bad = option.on_bad_row == "skip"
+    return HfCorpus(train, evaluation, option.text_key, fraction, origin_of(option), names_of(option), skip_bad)
 
 
 def origin_of(option: DatasetSettings) -> dict[str, str]:

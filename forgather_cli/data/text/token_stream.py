@@ -192,7 +192,7 @@ class TokenStream(IterableDataset[Sample]):
             except Exception as error:  # of the library, of file formats and of whatever brings the bytes
                 first = (str(error).splitlines() or [type(error).__name__])[0]
                 kind = TrainingError if self._has_begun else DataError
-                what = f"data={self._option.type}: the stream cannot be read on ({first})"  # type: ignore[attr-defined]
+                what = f"data={self._option.type}: the stream cannot be read on ({first})"
                 raise kind(f"{what}; mend it, and resume") from error
             yield row
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from forgather_cli.config.schema import TransformersSettings
 from forgather_cli.errors import ModelError
-from forgather_cli.models.files import read_rows, tensor_files
+from forgather_cli.models.build import DrawnWeights
+from forgather_cli.models.files import read_rows, tensor_files, whole_tensor
 from forgather_cli.models.hf.build import config_of, library
 from forgather_cli.models.hf.model import CausalLM
 from forgather_cli.models.resize import NOISE, rows_like
@@ -24,37 +26,51 @@ _IGNORED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$", r"\.attn\.(masked_)
 _REMEDY = "by its config.json; mend config.json or save the model again"
 
 
-def load_causal_lm(
-    model: CausalLM, option: TransformersSettings, *, seed: int = 0, num_known: int | None = None
-) -> None:
-    """Copy the weights of the option's directory into this rank's rows of ``model``, in its dtype.
+class CausalLMWeights(DrawnWeights):
+    """Those of a model of the library: of a directory, or as its class draws them."""
 
-    Tensor by tensor and row by row where the files hold the model's own tensors, if under older names; where
-    transformers would convert them (experts stored one by one), it reads them whole into the memory of each rank first.
-    Rows beyond the directory's vocabulary follow from (seed, name); with ``num_known`` those behind so many are their
-    mean. Raises ModelError.
-    """
-    assert option.path is not None
-    directory = Path(option.path)
-    files = tensor_files(directory)
-    every: dict[str, Tensor] = model.state_dict(keep_vars=True)
-    first = {id(tensor): name for name, tensor in reversed(list(every.items()))}
-    targets = {name: tensor for name, tensor in every.items() if first[id(tensor)] == name}  # tied ones once
-    known = {} if num_known is None else dict.fromkeys(_names_of_tokens(model), num_known)
-    noise = 0.0 if known else NOISE
-    stored = stored_names(model, files)
-    if stored is not None:
-        rows = config_of(option, vocab_size=0).get_text_config().vocab_size
-        own = {name: stored[name] for name in targets}
-        read_rows(targets, own, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
-        return
-    log.info("%s: its tensors are not the model's one by one, so every rank has transformers read them all", directory)
-    found = whole_by_transformers(option)
-    for name, target in targets.items():
-        whole = found[name][: known.get(name)] if name in known else found[name]
-        if target.ndim and (more := target.shape[0] - whole.shape[0]):  # rows for new tokens
-            whole = torch.cat((whole, rows_like([whole], more, name=name, seed=seed, noise=noise).to(whole)))
-        fill_local(target, whole)
+    def vocab_size(self) -> int | None:
+        return config_of(self.option, vocab_size=0).get_text_config().vocab_size or None
+
+    def fill(self, module: Any, seed: int, *, device_generator: bool, num_known: int | None) -> None:
+        """Of a directory: into this rank's rows of ``module``, in its dtype.
+
+        Tensor by tensor and row by row where the files hold the model's own tensors, if under older names; where
+        transformers would convert them (experts stored one by one), it reads them whole into the memory of each rank
+        first. Rows beyond the directory's vocabulary follow from (seed, name); with ``num_known`` those behind so many
+        are their mean.
+        """
+        if self.option.path is None:
+            module.draw_all(seed)
+            return
+        path = Path(self.option.path)
+        files = tensor_files(path)
+        every: dict[str, Tensor] = module.state_dict(keep_vars=True)
+        first = {id(tensor): name for name, tensor in reversed(list(every.items()))}
+        targets = {name: tensor for name, tensor in every.items() if first[id(tensor)] == name}  # tied ones once
+        known = {} if num_known is None else dict.fromkeys(_names_of_tokens(module), num_known)
+        noise = 0.0 if known else NOISE
+        stored = stored_names(module, files)
+        if stored is not None:
+            rows = self.vocab_size()
+            own = {name: stored[name] for name in targets}
+            read_rows(targets, own, files, vocab_size=rows, known=known, noise=noise, seed=seed, remedy=_REMEDY)
+            return
+        log.info("%s: its tensors are not the model's one by one, so every rank has transformers read them all", path)
+        found = whole_by_transformers(self.option)
+        for name, target in targets.items():
+            whole = found[name][: known.get(name)] if name in known else found[name]
+            if target.ndim and (more := target.shape[0] - whole.shape[0]):  # rows for new tokens
+                whole = torch.cat((whole, rows_like([whole], more, name=name, seed=seed, noise=noise).to(whole)))
+            fill_local(target, whole)
+
+    def reader(self, module: Any) -> Callable[[str], Tensor]:
+        """Where transformers would convert some tensors (experts stored one by one), it reads all into memory first."""
+        files = tensor_files(Path(self.option.path).expanduser())
+        names = stored_names(module, files)
+        if names is None:
+            return whole_by_transformers(self.option).__getitem__
+        return lambda name: whole_tensor(files[names[name]], names[name])
 
 
 def _names_of_tokens(model: CausalLM) -> list[str]:

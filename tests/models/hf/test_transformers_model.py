@@ -25,7 +25,7 @@ from forgather_cli.config.pipeline_layout import stage_layout
 from forgather_cli.config.schema import AdamWSettings, PipelineSettings, TransformersSettings
 from forgather_cli.errors import ModelError
 from forgather_cli.inference.source import load_source
-from forgather_cli.loss import model_logits
+from forgather_cli.loss.model_io import model_logits
 from forgather_cli.models import attention
 from forgather_cli.models.build import build_model, initialize
 from forgather_cli.models.cache import KVCache
