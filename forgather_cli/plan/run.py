@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.decided import decided
 from forgather_cli.config.pipeline_layout import Stage, bubble
-from forgather_cli.config.schema import (
-    Config,
-    EncoderDecoderSettings,
-    FSDP2Settings,
-    PipelineSettings,
-    Target,
-    value_at,
-)
+from forgather_cli.config.schema import Config, EncoderDecoderSettings, FSDP2Settings, PipelineSettings, Target, value_at
 from forgather_cli.errors import ConfigError
 from forgather_cli.hub import with_local_model
 from forgather_cli.launch.layout import plan_layout
