@@ -218,11 +218,10 @@ def _streamed(source: DataSource[Any], cache: Cache) -> DataSplits:
     rows, held_out = open_datasets(option, cache)
     description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
     parts: list[Any] = [option.seq_len, option.packing, option.isolate_documents, option.shuffle_buffer]
-    documents: Any
     if option.is_chats:
         from forgather_cli.data.chat.stream import ChatDocuments
 
-        documents = ChatDocuments(option, source.model_tokens, rows.features)
+        documents: Any = ChatDocuments(option, source.model_tokens, rows.features)
         tokenizer = documents.chats.tokenizer
         parts += documents.rules
         description |= documents.chats.dated

@@ -10,20 +10,21 @@ from typing import TYPE_CHECKING, Any
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.decided import decided
 from forgather_cli.config.pipeline_layout import Stage, bubble
-from forgather_cli.config.schema import Config, EncoderDecoderSettings, FSDP2Settings, PipelineSettings, Target, value_at
+from forgather_cli.config.schema import (
+    Config,
+    EncoderDecoderSettings,
+    FSDP2Settings,
+    PipelineSettings,
+    Target,
+    value_at,
+)
 from forgather_cli.errors import ConfigError
 from forgather_cli.hub import with_local_model
 from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
 from forgather_cli.plan.activations import activations_of, paired_activations
 from forgather_cli.plan.memory import RankMemory
-from forgather_cli.plan.parameters import (
-    PlannedParameter,
-    frozen_bytes,
-    optimizer_bytes,
-    parameter_rows,
-    weight_bytes,
-)
+from forgather_cli.plan.parameters import PlannedParameter, frozen_bytes, optimizer_bytes, parameter_rows, weight_bytes
 from forgather_cli.plan.pipeline import PlannedStage
 from forgather_cli.terminal.bars import doing
 
