@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from importlib import import_module
@@ -21,14 +20,11 @@ def import_options() -> list[type[Option]]:
 
     Raises ConfigError for a field whose type has a name that its file lacks.
     """
-    for folder, folders, files in os.walk(_PACKAGE):
-        folders[:] = sorted(set(folders) - {"__pycache__"})
-        if "settings.py" in files:
-            parts = Path(folder).relative_to(_PACKAGE.parent).parts
-            name = ".".join([*parts, "settings"])
-            if name in sys.modules and not any(option.__module__ == name for option in all_options()):
-                del sys.modules[name]  # it was imported first of all, and waits for the schema: begin it anew
-            import_module(name)
+    for file in sorted(_PACKAGE.rglob("settings.py")):
+        name = ".".join(file.relative_to(_PACKAGE.parent).with_suffix("").parts)
+        if name in sys.modules and not any(option.__module__ == name for option in all_options()):
+            del sys.modules[name]  # it was imported first of all, and waits for the schema: begin it anew
+        import_module(name)
     for option in all_options():
         if option.__module__.endswith(".settings"):
             _check_names(option)

@@ -54,7 +54,7 @@ class TrainerFacts:
     @property
     def shards_parameters(self) -> bool:
         """Each rank holds some rows of its parameters."""
-        return False
+        return self.shard > 1
 
     @property
     def splits_backward(self) -> bool:
@@ -217,10 +217,6 @@ class PipelineSettings(TrainerSettings):
     # a function of yours by _target_ that makes the stages; null: the model's cut(), or ours for transformers' decoders
     model_splitter: Annotated[Target, by_type] | None = None
     shard: PositiveInt = 1  # ranks over which FSDP2 shards each stage, with their own data; no zero-bubble schedules
-
-    @property
-    def shards_parameters(self) -> bool:
-        return self.shard > 1
 
     @property
     def splitter(self) -> Callable[..., Any] | None:
