@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -23,6 +24,8 @@ _MAY_MOVE = (
     "data.dispatch_batches", "data.dispatch_eval_batches", "data.tokenize_processes",
 )  # fmt: skip
 """Paths of things that are compared by their content, or by names and shapes; who reads the samples, not which."""
+_OF_SHARES = re.compile(r"data\.(weight_schedule|sources\.[^.]+\.(weight|max_epochs|max_samples|on_exhausted))")
+"""Paths of what a mixture changes on the way."""
 
 _FEW = 5  # files that are named
 
@@ -40,9 +43,12 @@ def compare_configs(
     """
     changed = differences(saved.get("config") or {}, now.get("config") or {})
     data, data_now = saved.get("data") or {}, now.get("data") or {}
-    content = differences(data, data_now).get("fingerprint")
+    content, name = differences(data, data_now).get("fingerprint"), "data"
     if content and content[0] == data_now.get("formerly"):  # the same samples by rules that have changed since
         content = None
+    if "fingerprints" in data and "fingerprints" in data_now:  # of sources, which may come and go
+        found = differences(data["fingerprints"], data_now["fingerprints"])
+        name, content = next(((f"data.sources.{each}", pair) for each, pair in found.items()), (name, None))
     refused: list[str] = []
     if "model" in wanted:
         refused += _refusals(changed, "model", "leave model and optimizer out of resume_components")
@@ -61,8 +67,8 @@ def compare_configs(
             others = "the data are read by other rules than when it was saved (docs/data.md)"
             remedy = "resume with the version of Forgather that saved it"
         refused += _refusals(changed, "data", "leave data out of resume_components") or [
-            f"data: the samples are not those of the checkpoint (fingerprint {content[0][:8]} there, {content[1][:8]} "
-            f"here): {changed_files or others}; {remedy}, or leave data out of resume_components"
+            f"{name}: the samples are not those of the checkpoint (fingerprint {content[0][:8]} there, "
+            f"{content[1][:8]} here): {changed_files or others}; {remedy}, or leave data out of resume_components"
         ]
     elif "model" in wanted:
         refused += _other_tokens(data, data_now, changed)
@@ -142,6 +148,7 @@ def _refusals(changed: Differences, group: str, remedy: str) -> list[str]:
         for path, (before, after) in changed.items()
         if _is_below(path, (group,))
         and path not in _MAY_MOVE
+        and not _OF_SHARES.fullmatch(path)
         # of a script's object only the name is known, which may change; weights are compared by names and shapes
         and not (isinstance(before, str) and before.startswith("<"))
     ]

@@ -130,7 +130,8 @@ def to_tree(settings: Any) -> Any:
         return [to_tree(item) for item in settings]
     if not dataclasses.is_dataclass(settings):
         return settings
-    tree = {field.name: to_tree(getattr(settings, field.name)) for field in dataclasses.fields(settings)}
+    fields = [field.name for field in dataclasses.fields(settings) if field.init]
+    tree = {name: to_tree(getattr(settings, name)) for name in fields}
     if isinstance(settings, Target):
         kwargs = tree.pop("kwargs")
         return {"_target_": tree.pop("path"), **tree, **kwargs}
@@ -255,6 +256,7 @@ def _absolute(value: Any, directory: Path, path: str = "", is_argument: bool = F
         return [_absolute(item, directory, path, is_argument) for item in value]
     if not isinstance(value, str) or path.endswith("_target_"):
         return value
+    path = re.sub(r"^data\.sources\.[^.]+", "data", path)
     if path in _FILES and not is_argument:
         is_path = "://" not in value and not value.startswith(("~", "${"))
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, get_type_hints
 from forgather_cli.config import schema
 from forgather_cli.config.as_typed import as_typed, text_in
 from forgather_cli.config.options import GROUPS, SERVER, SearchPath
-from forgather_cli.config.paths import is_list, lookup, members, option_leaves, root_keys, settings
+from forgather_cli.config.paths import entries, is_list, lookup, members, option_leaves, root_keys, settings
 from forgather_cli.config.schema import typed
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import free_arguments, import_target
@@ -178,10 +179,11 @@ def _message(path: str, errors: list[Any], naming: Naming) -> str:
     if kind == "too_long":
         return f"{name}: must have {first['ctx']['max_length']} values, {got}; give fewer"
     if kind == "unexpected_keyword_argument":
-        return unknown(path, naming)
-    if kind.startswith("union_tag") and path in (*GROUPS, "callbacks"):
+        return unknown(path, naming, first["loc"])
+    options = [each.type for each in entries(path) if hasattr(each, "type")]
+    if kind.startswith("union_tag") and (path in (*GROUPS, "callbacks") or options):
         got = f"got {_shown(value.get('type') if isinstance(value, dict) else value)}{naming.where(path)}"
-        types = ", ".join(_types(path.rpartition(".")[2]))
+        types = ", ".join(options or _types(path.rpartition(".")[2]))
         return f"{name}: an option names a _target_ or its type, {got}; types: {types}"
     wanted, literals = [], []
     for error in errors:
@@ -222,14 +224,23 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def unknown(path: str, naming: Naming) -> str:
-    """The message for a setting of an option that is not selected, or of none at all."""
+def unknown(path: str, naming: Naming, loc: Sequence[Any] = ()) -> str:
+    """The message for a setting of an option that is not selected, or of none at all. ``loc``: pydantic's."""
     name, where, setting = naming.name(path), naming.where(path), lookup(path)
     group, _, word = path.partition(".")
+    kinds = entries(path)
+    if setting is not None and kinds and path.count(".") == setting.path.count(".") + 2:  # right below such an entry
+        key, of = path.rpartition(".")[2], [kind for kind in kinds if getattr(kind, "type", None) in loc] or kinds
+        fields = [each for kind in of for each in dataclasses.fields(kind)]
+        if any(key == each.name and not each.init for each in fields):  # of a source, what all share
+            return f"{name}: is the same for all{where}, and stands above; set {group}.{key} instead"
+        what = f"{of[0].type} has no such setting" if len(of) == 1 and hasattr(of[0], "type") else "unknown setting"
+        near = did_you_mean(key, [each.name for each in fields if each.init])
+        return f"{name}: {what}{where};{near or ' leave it out'}"
     if setting is not None and setting.types and group in naming.options:  # an option that is not selected has it
         types = {option: option_leaves(naming.search, group, option) for option in _options(group, naming)}
-        kinds = {option: found.get(f"{group}.type", (option,))[0] for option, found in types.items()}
-        having = [option for kind in setting.types for option in kinds if kinds[option] == kind]  # the usual one first
+        kind_of = {option: found.get(f"{group}.type", (option,))[0] for option, found in types.items()}
+        having = [each for kind in setting.types for each in kind_of if kind_of[each] == kind]  # the usual one first
         having = having or list(setting.types)
         needed = [missing(each, naming) for each, (value, _) in types.get(having[0], {}).items() if value == "???"]
         needs = "".join(f" {each.rpartition('; set ')[2]}" for each in needed if not each.startswith(f"{path}:"))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from forgather_cli.config.as_typed import as_typed
 from forgather_cli.config.options import BARE_GROUPS, GROUPS, SearchPath
-from forgather_cli.config.paths import ending_with, leaves, lookup, root_keys, takes_target
+from forgather_cli.config.paths import ending_with, entries, leaves, lookup, root_keys, takes_target
 from forgather_cli.documents.regular_files import read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
 
@@ -152,7 +152,7 @@ def full_path(key: str, cfg_leaves: Iterable[str], selected: dict[str, str]) -> 
 
 def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
     """Make one change in the composed config; the problem if it cannot be made."""
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
@@ -167,8 +167,12 @@ def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
             return f"+{change.key}: is there already; leave the + out to change it"
         setting = lookup(path)  # in a mapping of free names, a misspelt one would silently become a new entry
         is_free = setting is not None and setting.open and setting.path != path and not takes_target(setting)
-        if change.action == "set" and not present and is_free:
-            return f"{change.key}: nothing of that name there; write +{change.key}=... to add it"
+        if change.action == "set" and not present and is_free and setting is not None:
+            entry = path.removeprefix(f"{setting.path}.").partition(".")[0]
+            there = OmegaConf.select(cfg, setting.path) or {}
+            if entry not in there or not entries(path):  # what stands below an entry of settings is no free name
+                near = did_you_mean(entry, list(there)) if isinstance(there, DictConfig) else ""
+                return f"{change.key}: nothing of that name there;{near} write +{change.key}=... to add it"
         OmegaConf.update(cfg, path, change.value, merge=True, force_add=True)
     except (OmegaConfBaseException, TypeError, ValueError) as error:
         return f"{change.key}: cannot be set to {change.value!r} ({str(error).splitlines()[0]})"

@@ -65,6 +65,15 @@ def alternatives(annotation: Any) -> list[Any]:
     return schema.options(annotation)
 
 
+def entries(path: str) -> list[Any]:
+    """The settings classes that a mapping by free names has entries of, where ``path`` is one of these or below it."""
+    setting = lookup(path)
+    if setting is None or setting.path == path:
+        return []
+    found = [each for kind in alternatives(setting.annotation) if get_origin(kind) is dict for each in get_args(kind)]
+    return [kind for each in found for kind in alternatives(each) if dataclasses.is_dataclass(kind)]
+
+
 def values(annotation: Any) -> list[str]:
     """The values a setting admits as they are typed, where they can be listed: literals, booleans, null."""
     of = {bool: ("true", "false"), types.NoneType: ("null",)}

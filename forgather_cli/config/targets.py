@@ -50,6 +50,9 @@ def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
         option = getattr(config, group, None)
         if isinstance(option, Target):
             yield group, option, call
+    for name, source in getattr(config.data, "sources", {}).items():
+        if isinstance(source, Target):
+            yield f"data.sources.{name}", source, _CALLS["data"]
     if isinstance(splitter := getattr(config.trainer, "model_splitter", None), Target):
         yield "model_splitter", splitter, _CALLS["model_splitter"]
     groups = {} if isinstance(config.optimizer, Target) else config.optimizer.groups

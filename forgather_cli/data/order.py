@@ -49,11 +49,14 @@ class Order:
     def _load(self, number: int) -> list[int]:
         if self._block[0] != number:
             first = number * _BLOCK
-            self._block = (number, self._permute(first, min(first + _BLOCK, self.length)).tolist())
+            self._block = (number, self.at(np.arange(first, min(first + _BLOCK, self.length))).tolist())
         return self._block[1]
 
-    def _permute(self, start: int, stop: int) -> NDArray[Any]:
-        values = self._encrypt(np.arange(start, stop, dtype=np.uint64))
+    def at(self, positions: NDArray[np.int64]) -> NDArray[Any]:
+        """Samples at positions in any order."""
+        if not self._shuffle:
+            return positions
+        values = self._encrypt(positions.astype(np.uint64))
         while (outside := np.flatnonzero(values >= self.length)).size:
             values[outside] = self._encrypt(values[outside])
         return values
@@ -78,7 +81,7 @@ class LengthGroupedOrder:
 
     def __init__(self, lengths: NDArray[np.int64], seed: int, epoch: int) -> None:
         """``lengths``: (samples,), in any unit."""
-        samples = Order(len(lengths), seed, epoch)._permute(0, len(lengths)).astype(np.int64)
+        samples = Order(len(lengths), seed, epoch).at(np.arange(len(lengths))).astype(np.int64)
         size = min(_MEGA_BATCH, -(-len(samples) // 4))
         samples = samples[np.lexsort((-lengths[samples], np.arange(len(samples)) // size))]  # the last key goes first
         longest = int(lengths[samples].argmax())

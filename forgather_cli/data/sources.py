@@ -16,7 +16,7 @@ from forgather_cli.data.text.corpus import Documents, find_corpus, find_records
 from forgather_cli.data.text.read import damage_of
 from forgather_cli.data.text.token_files import open_token_files
 from forgather_cli.data.text.tokenize import tokenize_corpus, trained_bpe
-from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
+from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized
 from forgather_cli.errors import DataError
 
@@ -135,9 +135,9 @@ class TextSource(StoredSource[_Corpus]):
     def tokenized(self, cache: Cache) -> tuple[Tokenized, Tokenizer]:
         option, corpus = self.option, self.text(cache)
         if option.tokenizer == "bpe":
-            tokenizer = trained_bpe(corpus, option.bpe_vocab_size, cache)
+            tokenizer: Tokenizer = FileTokenizer(trained_bpe(corpus, vocab_size=option.bpe_vocab_size, cache=cache))
         else:
-            tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos)
+            tokenizer = load_tokenizer(option.tokenizer, add_bos=option.add_bos, added=self.markers)
         return tokenize_corpus(corpus, tokenizer, cache, processes=option.tokenize_processes), tokenizer
 
 
@@ -158,7 +158,7 @@ class HfSource(TextSource[schema.HfSettings]):
 
 class TokenFilesSource(StoredSource[schema.TokensSettings]):
     def tokenized(self, cache: Cache) -> tuple[Tokenized, Tokenizer]:
-        tokenizer = load_tokenizer(self.option.tokenizer, add_bos=self.option.add_bos)
+        tokenizer = load_tokenizer(self.option.tokenizer, add_bos=self.option.add_bos, added=self.markers)
         return open_token_files(self.option, tokenizer, cache), tokenizer
 
 

@@ -73,6 +73,8 @@ class DataSource(ABC, Generic[_Option]):
     """Tokens that stand for spans, which an encoder-decoder's data add to the tokenizer."""
     model_tokens: int | None = 0
     """As many as the model knows or can learn, None: any number; ``add_tokens=auto`` of chats adds no more."""
+    markers: tuple[str, ...] = ()
+    """Tokens of a chat template that its tokenizer gets, since other sources of a mixture have chats."""
 
     @abstractmethod
     def load(self, cache: Cache) -> DataSplits:

@@ -60,7 +60,7 @@ def cold_build(cache: str, settings: dict[str, Any]) -> float:
         from forgather_cli.data.cache import Cache
         from forgather_cli.data.text.tokenize import trained_bpe
 
-        trained_bpe(find_corpus(PythonStdlibSettings()), 4096, Cache(cache))
+        trained_bpe(find_corpus(PythonStdlibSettings()), vocab_size=4096, cache=Cache(cache))
     start = time.process_time()
     load_data(PythonStdlibSettings(cache_dir=cache, **settings), seed=0)
     return time.process_time() - start

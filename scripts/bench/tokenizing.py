@@ -79,7 +79,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         source = find_corpus(PythonStdlibSettings())
         text = b"".join(each.path.read_bytes() for each in source.files)
-        trained_bpe(source, 4096, Cache(folder))
+        trained_bpe(source, vocab_size=4096, cache=Cache(folder))
         (bpe,) = Path(folder, "tokenizers").iterdir()
         results |= one_core(Path(folder), bpe, args)
         for name, tokenizer, size in (("bytes", "bytes", args.bytes_mb), ("bpe", str(bpe), args.bpe_mb)):

@@ -197,7 +197,7 @@ class Target:
         """``_target_`` with what stands beside it, as fields; those that a subclass adds are no arguments."""
         if not isinstance(value, dict) or "_target_" not in value:
             return value
-        own = {field.name for field in fields(cls)[2:]}
+        own = {field.name for field in fields(cls)} - {"path", "kwargs"}
         kwargs = {key: item for key, item in value.items() if key not in own and key != "_target_"}
         return {"path": value["_target_"], "kwargs": kwargs, **{key: value[key] for key in own & value.keys()}}
 
@@ -208,8 +208,9 @@ def all_options() -> list[type[Option]]:
 
 
 def options(kind: Any) -> list[Any]:
-    """The options of a group's base class; of another class itself."""
-    return vars(kind).get("members", [kind]) if isinstance(kind, type) else [kind]
+    """The options of a group's base class, or of one that says which it has; of another class itself."""
+    found = vars(kind).get("members", [kind]) if isinstance(kind, type) else [kind]
+    return found() if callable(found) else found
 
 
 class ByType:

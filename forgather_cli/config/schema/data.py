@@ -112,6 +112,7 @@ def _files_of_text(config: Any, owner: Any) -> Void | None:
 
 OF_RECORDS = OnlyIf(_files_of_text)
 OnBadRow = Literal["error", "skip"]
+Day = Annotated[str, AfterValidator(lambda text: datetime.fromisoformat(text) and text)]
 
 
 @settings
@@ -272,7 +273,7 @@ class InstructSettings(DatasetSettings):
     ignore: list[str] = field(default_factory=list)  # keys of the records that are left out, as if they were not there
     chat_template: FilePath | None = None  # file with a Jinja template, or chatml; null: the tokenizer directory's own
     # YYYY-MM-DD, the day that a template writes (strftime_now); null: on which the run begins
-    template_date: Annotated[str, AfterValidator(lambda text: datetime.fromisoformat(text) and text)] | None = None
+    template_date: Day | None = None
     # the template's markers without a token: auto (added if learnable), true, false (text)
     add_tokens: Literal["auto"] | bool = "auto"
     # targets: assistant (its turns), last (its last turn), all (every token)

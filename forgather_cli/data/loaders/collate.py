@@ -190,3 +190,19 @@ class Share:
     def batches_per_step(self) -> int:
         """Batches of a ready dataloader in a step, over all ranks: one for each micro-step."""
         return max(1, self.global_batch // (self.micro_batch * self.size)) * self.size
+
+
+class Unscheduled:
+    """Data whose order does not depend on the steps of the run, and which never end for good."""
+
+    def start_of(self, epoch: int, behind: Position) -> Position:
+        """The position at the start of an epoch, ``behind`` what was read before."""
+        return start_of(epoch)
+
+    def settled(self, position: Position, step: int, total: int) -> Position:
+        """A position, at which the run is at ``step`` of ``total``, with what its order depends on from there."""
+        return position
+
+    def steps_left(self, position: Position) -> int | None:
+        """Steps from a position to where the data end for good; None where they never do."""
+        return None

@@ -92,8 +92,11 @@ class TrainLoader:
         self._data: MapStyleSteps | IterableRounds
         if is_map_style(dataset):
             batches = Batches(dataset, collate_fn, workers, seed, tell_epoch=set_dataset_epoch)
-            lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)
-            self._data = MapStyleSteps(len(dataset), share, batches, seed, shuffle=shuffle, lengths=lengths)
+            if callable(in_order := getattr(dataset, "steps", None)):  # it says itself what stands where
+                self._data = in_order(share, batches, seed, shuffle=shuffle, group_by_length=group_by_length)
+            else:
+                lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)
+                self._data = MapStyleSteps(len(dataset), share, batches, seed, shuffle=shuffle, lengths=lengths)
         elif group_by_length is not None:
             raise DataError(
                 "train_sampling_strategy: group_by_length needs data with __getitem__ and __len__, got a "
@@ -138,7 +141,7 @@ class TrainLoader:
         for batches, (counts, position) in to_device(self._counted(), self._device, self._pin_memory, self._starts):
             self._position = position
             yield Step(batches, counts)
-        self._position = start_of(epoch + 1)
+        self._position = self._data.start_of(epoch + 1, self._position)
 
     def _counted(self) -> Iterator[tuple[list[Batch], tuple[Counts, Position]]]:
         for number, (batches, position) in enumerate(self._data.read(self._position)):
@@ -146,10 +149,27 @@ class TrainLoader:
                 _check_ids(batches, self._vocab_size, labels_too=self._labels_are_ids)
             yield batches, (Counts.of(batches, self._token_bytes), position)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Go to the start of ``epoch``; if it is the present one, keep the position."""
+    def set_epoch(self, epoch: int, behind: Position | None = None) -> None:
+        """Go to the start of ``epoch``, ``behind`` the data that training has read; if it is the present one, keep the
+        position."""
         if epoch != self.epoch:
-            self._position = start_of(epoch)
+            self._position = self.start_of(epoch, behind or self._position)
+
+    def start_of(self, epoch: int, behind: Position) -> Position:
+        """The position at the start of an epoch, ``behind`` what was read before."""
+        return self._data.start_of(epoch, behind)
+
+    def settle(self, position: Position, step: int, total: int) -> bool:
+        """Let the order from ``position`` on be that of a run which is at ``step`` of ``total`` there. True: it was
+        another one before, and the loader has gone to the position."""
+        settled = self._data.settled(position, step, total)
+        if settled != position:
+            self._position = settled
+        return settled != position
+
+    def steps_left(self, position: Position) -> int | None:
+        """Steps from a position to where the data end for good; None where they never do."""
+        return self._data.steps_left(position)
 
     def state_dict(self) -> Position:
         """The position after the last step that was yielded; data read ahead do not count."""

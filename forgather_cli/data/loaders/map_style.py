@@ -16,6 +16,7 @@ from forgather_cli.data.loaders.collate import (
     CollateFn,
     Position,
     Share,
+    Unscheduled,
     as_batch,
     default_collate,
     is_batch,
@@ -124,7 +125,7 @@ class _Requests:
         return iter(self.requests)
 
 
-class MapStyleSteps:
+class MapStyleSteps(Unscheduled):
     """Map-style data, a global batch for each training step. ``lengths`` (samples,) groups samples of like length."""
 
     is_sharded = False
@@ -171,7 +172,7 @@ class MapStyleSteps:
     def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
         """This rank's batches of each step from a position to the end of the epoch, and the position after each."""
         ranges = position.get("ranges")
-        found = self._requests(position["epoch"], position["sample"]) if ranges is None else self._requests_of(ranges)
+        found = self._requests(position) if ranges is None else self._requests_of(ranges)
         # two iterators over the steps' requests: workers consume the second one further, for batches of later steps
         steps, steps_ahead = tee(found)
         batches = self._batches.read(request for requests, _ in steps_ahead for request in requests)
@@ -199,8 +200,9 @@ class MapStyleSteps:
             epoch, sample = divmod(left[0][0] if left else done, self._length)
             yield requests, {"epoch": epoch, "sample": sample, "ranges": [list(each) for each in left]}
 
-    def _requests(self, epoch: int, start: int) -> Iterator[tuple[list[Request], Position]]:
+    def _requests(self, position: Position) -> Iterator[tuple[list[Request], Position]]:
         """For each step the requests of this rank's micro-batches, and the position after it."""
+        epoch, start = position["epoch"], position["sample"]
         order, share, size = self._order(epoch), self._share, self._share.micro_batch
         part = share.of(share.global_batch)  # of all steps but a smaller last one
         while start < self._length:

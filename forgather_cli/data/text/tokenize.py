@@ -35,27 +35,28 @@ _CANNOT_COPY = (None, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _log = logging.getLogger(__name__)
 
 
-def trained_bpe(corpus: Documents, vocab_size: int, cache: Cache) -> Tokenizer:
-    """The BPE tokenizer of a corpus, trained on its training documents if it is not in the cache."""
+def trained_bpe(*corpora: Documents, vocab_size: int, cache: Cache) -> Path:
+    """The directory of the BPE tokenizer of corpora, trained on their training documents if it is not in the cache."""
 
     def write(temporary: Path) -> Meta:
         shown = cache.progress is not None
 
         def texts() -> Iterator[str]:
             with Bar("tokenizer: reading", "bytes", shown=shown) as bar:
-                meter = Meter(bar.update, _num_bytes(corpus.pieces()))
-                for split, document in split_documents(corpus, Damage()):
-                    if split == "train":
-                        yield document.text
-                    meter.add(document.num_bytes)
+                meter = Meter(bar.update, sum(_num_bytes(corpus.pieces()) for corpus in corpora))
+                for corpus in corpora:
+                    for split, document in split_documents(corpus, Damage()):
+                        if split == "train":
+                            yield document.text
+                        meter.add(document.num_bytes)
             merging.update(0, None)
 
         with Bar(f"tokenizer: finding {vocab_size:,} tokens", None, after=0.0, shown=shown) as merging:
             train_bpe(texts(), vocab_size, temporary)
-        return {"corpus": corpus.origin}
+        return {"corpus": corpora[0].origin}
 
-    key = digest([_VERSION, corpus.fingerprint(cache), vocab_size])
-    return FileTokenizer(cache.build_once("tokenizers", key, write)[0])
+    key = digest([_VERSION, *(corpus.fingerprint(cache) for corpus in corpora), vocab_size])
+    return cache.build_once("tokenizers", key, write)[0]
 
 
 def kept_tokenizer(directory: Path, cache: Cache) -> Path:

@@ -1,0 +1,243 @@
+"""Sequences of several sources as one dataset, whose batches may hold those of all, and their order in training.
+
+A sample's number is its source's first number plus its index there; B samples, T = seq_len.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from forgather_cli.data.cache import digest
+from forgather_cli.data.loaders.collate import Batch, Position, Share, default_collate
+from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
+from forgather_cli.data.mixture.settings import step_of
+from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply
+from forgather_cli.data.order import Order
+from forgather_cli.data.samples import one_of
+from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
+from forgather_cli.errors import DataError
+from forgather_cli.labels import LENGTHS
+
+_BLOCK = 4096  # positions that are dealt at once
+Ints = NDArray[np.int64]
+
+
+class JoinedDataset:
+    """The samples of several datasets, one's behind another's. A batch has the keys that any of them has."""
+
+    def __init__(self, sources: Mapping[str, Any], seq_len: int) -> None:
+        self.names, self.seq_len = list(sources), seq_len
+        self.sizes = [len(source) for source in sources.values()]
+        self.firsts = np.cumsum([0, *self.sizes])
+        self._sources = list(sources.values())
+        self._like: Batch = {}
+        """One row of each key."""
+        for number, name in enumerate(self.names):
+            row = self._read(number, [0])
+            if odd := [key for key, value in row.items() if value.shape[1:] not in ((seq_len,), ())]:
+                raise DataError(
+                    f"data.sources.{name}: its {odd[0]} have {tuple(row[odd[0]].shape[1:])} numbers in a sample, and a "
+                    f"sequence has data.seq_len={seq_len}; give both the same length"
+                )
+            self._like = {**row, **self._like}
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return one_of(self, index)
+
+    def __getitems__(self, numbers: Sequence[int]) -> Batch:
+        owners = np.searchsorted(self.firsts, numbers, side="right") - 1
+        batch = {key: self._absent(key, row, len(numbers)) for key, row in self._like.items()}
+        for source in np.unique(owners):
+            rows = np.flatnonzero(owners == source)
+            read = self._read(int(source), (np.asarray(numbers)[rows] - self.firsts[source]).tolist())
+            for key, value in read.items():
+                batch[key][torch.from_numpy(rows)] = value
+        return batch
+
+    def _read(self, source: int, indices: list[int]) -> Batch:
+        dataset = self._sources[source]
+        many = getattr(dataset, "__getitems__", None)
+        rows = many(indices) if many else [dataset[index] for index in indices]
+        return default_collate(rows) if isinstance(rows, list) else rows
+
+    def _absent(self, key: str, row: Tensor, count: int) -> Tensor:
+        """What a key is in rows that do not have it: one document, positions that count up, no padding."""
+        if key == "position_ids":
+            return torch.arange(self.seq_len).repeat(count, 1)
+        fill = self.seq_len if key == LENGTHS else 0
+        return torch.full((count, *row.shape[1:]), fill, dtype=row.dtype)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the settings say of the sources, by name."""
+
+    supplies: Mapping[str, Supply]
+    weights: Mapping[str, Fraction]
+    schedule: Sequence[tuple[float, Mapping[str, Fraction]]]
+    """(at, weights)."""
+
+    def stretch(self, begin: int, step: int, total: int, batch: int) -> Stretch:
+        """From a position on, at which the run is at ``step`` of ``total``, with ``batch`` sequences in each."""
+        steps = [step_of(at, total) or 0 for at, _ in self.schedule]
+        if steps != sorted(steps):
+            raise DataError(f"data.weight_schedule: at goes back, got the steps {steps}; put them in order")
+        entries = [(0, self.weights), *zip(steps, (weights for _, weights in self.schedule), strict=True)]
+        return Stretch(begin, self.supplies, [(begin + (at - step) * batch, dict(each)) for at, each in entries])
+
+
+class MixtureDataset(JoinedDataset):
+    """What a mixture trains on."""
+
+    def __init__(self, sources: Mapping[str, Any], seq_len: int, shares: Shares) -> None:
+        super().__init__(sources, seq_len)
+        self.shares = shares
+
+    def steps(
+        self, share: Share, batches: Batches, seed: int, *, shuffle: bool, group_by_length: str | None
+    ) -> MixtureSteps:
+        """For ``TrainLoader``."""
+        if group_by_length is not None:
+            raise DataError(
+                "train_sampling_strategy: group_by_length would move the samples of data=mixture, got it; choose "
+                "random or sequential"
+            )
+        return MixtureSteps(self, share, batches, seed, shuffle=shuffle)
+
+
+class MixtureSteps(MapStyleSteps):
+    """A mixture, a global batch for each training step. ``position`` of a position counts the sequences of the whole
+    run; an epoch, as many as the sources hold together, begins where the one before has ended.
+    """
+
+    def __init__(self, data: MixtureDataset, share: Share, batches: Batches, seed: int, *, shuffle: bool) -> None:
+        super().__init__(
+            sum(supply.samples for supply in data.shares.supplies.values()), share, batches, seed, shuffle=shuffle
+        )
+        self._shares = data.shares
+        self._places = dict(zip(data.names, zip(data.firsts.tolist(), data.sizes, strict=False), strict=True))
+        """(first number, size) of each source."""
+        self._known: tuple[list[Any], Mixture] | None = None
+        self._newest_block: tuple[Mixture, int, Ints] | None = None
+
+    # ------------------------------------------------------------------------------------------------------- position
+
+    def check(self, state: Position) -> None:
+        """Raise FieldError for what is no position of a mixture, DataError for one that cannot be resumed from."""
+        if "ranges" in state:
+            raise DataError("callbacks.diloco: shares out samples by number, which data=mixture has not learned yet")
+        kinds = {"position": COUNT, "stretches": list_of(object_of(ANYTHING))}
+        check_fields({"position": None, "stretches": None, **state}, kinds)
+        try:
+            begins = [stretch.begin for stretch in self._mixture(state["stretches"]).stretches]
+        except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+            raise FieldError(f"stretches are none of a mixture ({type(error).__name__}: {error})") from error
+        if begins[0] != 0 or begins != sorted(set(begins)) or begins[-1] > state["position"]:
+            raise FieldError(f"stretches begin at {begins}, and position is {state['position']}")
+
+    def start_of(self, epoch: int, behind: Position) -> Position:
+        return {**behind, "epoch": epoch, "sample": 0}
+
+    def settled(self, position: Position, step: int, total: int) -> Position:
+        at, known = position.get("position", 0), position.get("stretches", [])
+        new = self._shares.stretch(at, step, total or len(self), self._share.global_batch)
+        if known:
+            mixture = self._mixture(known)
+            last = mixture.stretches[-1]
+            constant = len(last.weights) == len(new.weights) == 1
+            old, now = ([each for _, each in one.weights] if constant else one.weights for one in (last, new))
+            if old == now and last.sources == new.sources:
+                return position
+            mixture = mixture.appended(new)
+        else:
+            mixture = Mixture([new])
+        if not known and mixture.end is not None and mixture.end < self._share.global_batch and self._share.drop_last:
+            raise DataError(
+                f"global_batch_size: {self._share.global_batch} sequences per step, but the sources end after "
+                f"{mixture.end}; lower it, or set dataloader_drop_last=false"
+            )
+        return {**position, "position": at, "stretches": [stretch.state() for stretch in mixture.stretches]}
+
+    def steps_left(self, position: Position) -> int | None:
+        end = self._mixture(position["stretches"]).end
+        return (
+            None if end is None else self._share.num_steps(max(end - position["position"], 0), self._share.global_batch)
+        )
+
+    def _mixture(self, stretches: list[Any]) -> Mixture:
+        if self._known is None or (self._known[0] is not stretches and self._known[0] != stretches):
+            self._known = stretches, Mixture([Stretch.from_state(each) for each in stretches])
+        return self._known[1]
+
+    # -------------------------------------------------------------------------------------------------------- samples
+
+    def _requests(self, position: Position) -> Iterator[tuple[list[Request], Position]]:
+        share, size, batch = self._share, self._share.micro_batch, self._share.global_batch
+        position = position if "stretches" in position else self.settled(position, 0, 0)
+        mixture = self._mixture(position["stretches"])
+        while position["sample"] + (batch if share.drop_last else 1) <= self._length:
+            begin = position["position"]
+            end = begin + batch if mixture.end is None else min(begin + batch, mixture.end)
+            if end - begin < (batch if share.drop_last else 1):
+                return
+            part = share.of(end - begin)
+            numbers = self._numbers(mixture, begin + part.start, begin + part.stop)
+            requests = [(position["epoch"], numbers[at : at + size]) for at in range(0, len(numbers), size)]
+            position = {**position, "sample": position["sample"] + end - begin, "position": end}
+            yield requests, position
+
+    def between(self, start: Position, stop: Position) -> list[int] | None:
+        """As of all data; None too where a source is gone."""
+        mixture = self._mixture(stop["stretches"])
+        there = set(mixture.names) <= self._places.keys()
+        return self._numbers(mixture, start["position"], stop["position"]) if there else None
+
+    def _numbers(self, mixture: Mixture, begin: int, end: int) -> list[int]:
+        """Of the samples at positions [begin, end)."""
+        found: list[int] = []
+        while begin < end:
+            number, offset = divmod(begin, _BLOCK)
+            found += self._block(mixture, number)[offset : offset + end - begin].tolist()
+            begin = (number + 1) * _BLOCK
+        return found
+
+    def _block(self, mixture: Mixture, number: int) -> Ints:
+        if self._newest_block is None or self._newest_block[0] is not mixture or self._newest_block[1] != number:
+            first = number * _BLOCK
+            last = first + _BLOCK if mixture.end is None else min(first + _BLOCK, mixture.end)
+            begins = [stretch.begin for stretch in mixture.stretches]
+            parts = [
+                self._numbers_in(stretch, mixture, max(first, begin), min(last, end))
+                for stretch, begin, end in zip(mixture.stretches, begins, [*begins[1:], last], strict=True)
+                if max(first, begin) < min(last, end)
+            ]
+            self._newest_block = mixture, number, np.concatenate(parts)
+        return self._newest_block[2]
+
+    def _numbers_in(self, stretch: Stretch, mixture: Mixture, begin: int, end: int) -> Ints:
+        sources, passes, indices = mixture.deal(begin, end)
+        numbers = np.full(end - begin, -1, np.int64)
+        for source in np.unique(sources):
+            if (place := self._places.get(name := mixture.names[source])) is None:  # it is gone, and all this behind
+                continue
+            samples, (first, size) = stretch.sources[name].samples, place
+            seed = int(digest([self._seed, name])[:16], 16)
+            for number in np.unique(passes[sources == source]):
+                here = (sources == source) & (passes == number)
+                at = indices[here]
+                if samples < size and number:  # of the first ``samples`` of pass 0
+                    at = Order(samples, seed, int(number), shuffle=self._shuffle).at(at)
+                within = 0 if samples < size else int(number)
+                numbers[here] = first + Order(size, seed, within, shuffle=self._shuffle).at(at).astype(np.int64)
+        return numbers
