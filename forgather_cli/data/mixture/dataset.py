@@ -137,8 +137,9 @@ class MixtureSteps(MapStyleSteps):
         """Raise FieldError for what is no position of a mixture, DataError for one that cannot be resumed from."""
         if "ranges" in state:
             raise DataError("callbacks.diloco: shares out samples by number, which data=mixture has not learned yet")
-        kinds = {"position": COUNT, "stretches": list_of(object_of(ANYTHING))}
-        check_fields({"position": None, "stretches": None, **state}, kinds)
+        if "position" not in state and "stretches" not in state:  # of whoever counts the samples of epochs
+            return
+        check_fields(state, {"position": COUNT, "stretches": list_of(object_of(ANYTHING))})
         try:
             begins = [stretch.begin for stretch in self._mixture(state["stretches"]).stretches]
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
@@ -184,7 +185,9 @@ class MixtureSteps(MapStyleSteps):
 
     def _requests(self, position: Position) -> Iterator[tuple[list[Request], Position]]:
         share, size, batch = self._share, self._share.micro_batch, self._share.global_batch
-        position = position if "stretches" in position else self.settled(position, 0, 0)
+        if "stretches" not in position:
+            at = position["epoch"] * self._length + position["sample"]
+            position = {**self.settled(position, 0, 0), "position": at}
         mixture = self._mixture(position["stretches"])
         while position["sample"] + (batch if share.drop_last else 1) <= self._length:
             begin = position["position"]
