@@ -143,5 +143,5 @@ def _told_of(name: str, source: Any) -> Iterator[None]:
     except DataError as error:
         own = "|".join(field.name for field in fields(source) if field.init)
         text = re.sub(rf"\bdata\.({own}|_target_)\b", rf"data.sources.{name}.\1", str(error))
-        told = text if f"data.sources.{name}" in text else f"data.sources.{name}: {text}"
+        told = text if text.startswith(f"data.sources.{name}") else f"data.sources.{name}: {text}"
         raise DataError(told) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections import Counter
@@ -10,68 +11,29 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny
 import torch
-from chats import conversation, write_lines
+from mixing import QUIET, at, config, data, loader, write_files
 from program import Process, forgather
+from ranks import run_ranks
 from tiny import metrics, training_curve
 from two_ranks import fault, train_in_pool
 
-from forgather_cli.config.load import load_config
+from forgather_cli.callbacks.base import Divergence
 from forgather_cli.config.schema import Config
 from forgather_cli.data.build import load_data, source_of
-from forgather_cli.data.cache import Cache
+from forgather_cli.data.cache import digest
 from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.data.mixture.dataset import MixtureDataset
 from forgather_cli.data.mixture.stretches import Mixture, Stretch
 from forgather_cli.data.order import Order
-from forgather_cli.data.splits import DataSplits
 from forgather_cli.run_dir import RunDir
 from forgather_cli.worker import read_data
-
-RECIPE = """
-defaults: [train, override model: nano, override data: mixture, _self_]
-data:
-  tokenizer: bytes
-  seq_len: 32
-  sources:
-    prose: {type: text, files: [prose.txt], weight: 0.6}
-    code: {type: text, files: [pages.jsonl], weight: 0.3, packing: best_fit}
-    notes: {type: text, files: [notes.txt], weight: 0.1, packing: pad}
-  weight_schedule:
-    - {at: 4, weights: {prose: 0.6, code: 0.3, notes: 0.1}}
-    - {at: 0.8, weights: {prose: 0.2, code: 0.8, notes: 0}}
-max_steps: 12
-global_batch_size: 8
-"""
-QUIET = ["precision=fp32", "callbacks=minimal", "device=cpu", "logging_steps=1", "warmup_steps=1", "save_steps=4",
-         "save_total_limit=null"]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
 def _files(own_directory: None) -> None:
-    Path("prose.txt").write_text("".join(f"A line of prose, number {n}, of no use.\n" for n in range(90)))
-    write_lines(Path("pages.jsonl"), [{"text": f"A page, number {n}. " * (1 + n % 4)} for n in range(60)])
-    Path("notes.txt").write_text("".join(f"note {n}\n" for n in range(60)))
-    write_lines(Path("chats.jsonl"), [{"messages": conversation(n)} for n in range(30)])
-    Path("mix.yaml").write_text(RECIPE)
-
-
-def config(*words: str) -> Config:
-    return load_config("mix.yaml", [*QUIET, *words]).config
-
-
-def data(*words: str) -> DataSplits:
-    return read_data(config(*words))
-
-
-def loader(dataset: Any, global_batch: int, micro_batch: int, **given: Any) -> TrainLoader:
-    return TrainLoader(dataset, **{"seed": 1, **given}, global_batch_size=global_batch, micro_batch_size=micro_batch)
-
-
-def at(state: Any, made: TrainLoader) -> TrainLoader:
-    """It goes on from a position."""
-    made.load_state_dict(state)
-    return made
+    write_files()
 
 
 def settled(dataset: Any, step: int = 0, total: int = 12, position: Any = None, **given: Any) -> TrainLoader:
@@ -115,8 +77,6 @@ def expected(given: Config, stretches: Any, begin: int, end: int, seed: int = 1)
 
 
 def key(seed: int, name: str) -> int:
-    from forgather_cli.data.cache import digest
-
     return int(digest([seed, name])[:16], 16)
 
 
@@ -183,13 +143,18 @@ def test_a_source_comes_goes_and_returns_where_it_was() -> None:
         places.append(Mixture([Stretch.from_state(each) for each in position["stretches"]]).places(8 * step))
     first, second, third = places
     assert first["code"] == second["code"] < third["code"]
-    mixture = Mixture([Stretch.from_state(each) for each in position["stretches"]])  # type: ignore[index]
+    mixture = Mixture([Stretch.from_state(each) for each in position["stretches"]])
     assert next(found for p in range(160, 240) if (found := mixture.at(p))[0] == "more") == ("more", 0, 0)
     assert next(found for p in range(160, 240) if (found := mixture.at(p))[0] == "code") == ("code", *first["code"])
 
 
 def test_max_samples_are_the_first_of_pass_0_in_each_pass() -> None:
-    words = ["~data.sources.code", "~data.sources.notes", "data.weight_schedule=[]", "data.sources.prose.max_samples=16"]
+    words = [
+        "~data.sources.code",
+        "~data.sources.notes",
+        "data.weight_schedule=[]",
+        "data.sources.prose.max_samples=16",
+    ]
     dataset = data(*words).train
     steps = rows([made := settled(dataset)], 6)
     passes = [torch.cat([step for step, _ in steps[n : n + 2]]) for n in (0, 2, 4)]
@@ -197,7 +162,8 @@ def test_max_samples_are_the_first_of_pass_0_in_each_pass() -> None:
     assert torch.equal(passes[0], whole)
     assert len(made) == 2
     for one in passes[1:]:
-        assert sorted(one.tolist()) == sorted(whole.tolist()) and not torch.equal(one, whole)
+        assert sorted(one.tolist()) == sorted(whole.tolist())
+        assert not torch.equal(one, whole)
 
 
 def test_sequential_order() -> None:
@@ -217,7 +183,7 @@ def test_rows_of_any_packing_share_a_batch(isolate: str) -> None:
     option: Any = given.data
     made = read_data(given)
     assert isinstance(made.train, MixtureDataset)
-    assert made.tokenizer.vocab_size == 257 + 2  # type: ignore[union-attr] # the template's markers, to text too
+    assert made.tokenizer.vocab_size == 257 + 2  # the template's markers, to text too
     batch = made.train.__getitems__([*made.train.firsts[:-1], *(made.train.firsts[1:] - 1)])
     run = {"model_tokens": None}
     sources = {name: load_data(option.option(name), **run).train for name in sorted(option.sources) if name in
@@ -240,9 +206,9 @@ def test_evaluation_is_the_union_of_what_is_held_out() -> None:
     option: Any = given.data
     made = read_data(given)
     alone = [load_data(option.option(name)).eval for name in sorted(option.sources)]
-    assert len(made.eval) == sum(map(len, alone))  # type: ignore[arg-type]
-    ids = made.eval.__getitems__(range(len(made.eval)))["input_ids"]  # type: ignore[union-attr, arg-type]
-    wanted = [each.__getitems__(range(len(each)))["input_ids"] for each in alone]  # type: ignore[union-attr, arg-type]
+    assert len(made.eval) == sum(map(len, alone))
+    ids = made.eval.__getitems__(range(len(made.eval)))["input_ids"]
+    wanted = [each.__getitems__(range(len(each)))["input_ids"] for each in alone]
     assert torch.equal(ids, torch.cat(wanted))
 
 
@@ -250,7 +216,7 @@ def test_one_bpe_of_all_texts_whatever_their_weights() -> None:
     words = ["data.tokenizer=bpe", "data.bpe_vocab_size=300", "data.weight_schedule=[]"]
     first, second = data(*words), data(*words, "data.sources.code.weight=9")
     assert first.fingerprint == second.fingerprint
-    assert first.tokenizer.vocab_size == 300  # type: ignore[union-attr]
+    assert first.tokenizer.vocab_size == 300
     assert data(*words, "~data.sources.code").fingerprint != first.fingerprint
     counts = source_of(config(*words).data).counts()
     assert counts is not None
@@ -291,14 +257,71 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been() -> None:
 
 
 def position_of(run: str) -> Any:
-    return json.loads((RunDir(Path(run)).checkpoint(training_curve(run)[-1][0]) / "state.json").read_text())["components"]["data"]
+    return json.loads((RunDir(Path(run)).checkpoint(training_curve(run)[-1][0]) / "state.json").read_text())[
+        "components"
+    ]["data"]
 
 
 def test_training_ends_where_the_sources_end() -> None:
     words = ["data.weight_schedule=[]", "max_steps=200", "eval_strategy=no"]
     assert forgather("train", "mix.yaml", *QUIET, *words, "+data.sources.notes={max_epochs: 1, on_exhausted: stop}",
                      "output_dir=stopped") == 0  # fmt: skip
-    notes = load_data(config().data.option("notes")).train  # type: ignore[union-attr]
+    notes = load_data(config().data.option("notes")).train
     ended = training_curve("stopped")[-1][0]
     assert abs(ended * 8 * 0.1 - len(notes)) <= 1
     assert metrics("stopped")[-1]["step"] == ended < 200
+
+
+def scripted(folder: str, root: str, act: str, resume: bool = False) -> tuple[list[torch.Tensor], Any]:
+    """The rows that this rank trains on, step by step, and the position at the end."""
+    with contextlib.chdir(folder):
+        dataset = data().train
+        left = [None] if resume else [5]
+
+        def ask(state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == left[0]:
+                left[0] = None
+                if act == "rollback":
+                    control.divergence = Divergence("asked for", "rollback")
+                control.should_epoch_stop |= act == "epoch"
+                control.should_abort_without_save |= act == "killed"
+
+        trainer = tiny.script(
+            root, tiny.decoder(vocab_size=257), dataset, callbacks=[tiny.acts(on_step_end=ask)], max_steps=12,
+            global_batch_size=8, save_steps=2, save_strategy="steps", logging_steps=1, resume_from_checkpoint=True,
+        )  # fmt: skip
+        noted = tiny.note_batches(trainer.strategy)
+        trainer.train()
+        return [torch.cat([batch["input_ids"] for batch in step]) for step in noted], trainer.run.epochs.state_dict()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("act", "begins"), [("rollback", [0, 40]), ("epoch", [0])])
+def test_no_position_is_left_out(ranks: int, act: str, begins: list[int]) -> None:
+    """Where a run goes back and skips the data since, or ends an epoch early; the step is fetched ahead on ranks."""
+    given = str(Path.cwd()), "run", act
+    shares = [scripted(*given)] if ranks == 1 else run_ranks(ranks, scripted, *given)
+    position = shares[0][1]
+    assert [each["begin"] for each in position["stretches"]] == begins
+    trained = torch.cat([torch.cat(step) for step in zip(*(steps for steps, _ in shares), strict=True)])
+    assert torch.equal(trained, expected(config(), position["stretches"], 0, position["position"], seed=42))
+    assert position["position"] == len(trained) == 8 * (13 if act == "rollback" else 12)
+    if act == "rollback":  # the schedule is of steps
+        assert [entry[0] for entry in position["stretches"][1]["weights"]] == [8, 40, 88]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "pipeline"])
+def test_strategies_train_on_the_same(strategy: str) -> None:
+    words = [
+        *QUIET,
+        "max_steps=3",
+        "data.weight_schedule=[]",
+        "per_device_train_batch_size=4",
+        "dataloader_num_workers=1",
+    ]
+    assert forgather("train", "mix.yaml", *words, "output_dir=alone") == 0
+    layout = ["n_microbatches=2"] if strategy == "pipeline" else []
+    own = ["output_dir=run", f"trainer={strategy}", "nproc_per_node=2", *layout]
+    [(code, output), _] = train_in_pool(Path.cwd(), [*words, *own], "mix.yaml")
+    assert code == 0, output
+    assert np.allclose(training_curve("run"), training_curve("alone"), rtol=1e-4)
