@@ -317,7 +317,6 @@ def test_strategies_train_on_the_same(strategy: str) -> None:
         "max_steps=3",
         "data.weight_schedule=[]",
         "per_device_train_batch_size=4",
-        "dataloader_num_workers=1",
     ]
     assert forgather("train", "mix.yaml", *words, "output_dir=alone") == 0
     layout = ["n_microbatches=2"] if strategy == "pipeline" else []
