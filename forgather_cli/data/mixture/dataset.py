@@ -18,7 +18,7 @@ from torch import Tensor
 from forgather_cli.data.cache import digest
 from forgather_cli.data.loaders.collate import Batch, Position, Share, default_collate
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
-from forgather_cli.data.mixture.settings import step_of
+from forgather_cli.data.mixture.settings import steps_of
 from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply
 from forgather_cli.data.order import Order
 from forgather_cli.data.samples import one_of
@@ -40,14 +40,8 @@ class JoinedDataset:
         self._sources = list(sources.values())
         self._like: Batch = {}
         """One row of each key."""
-        for number, name in enumerate(self.names):
-            row = self._read(number, [0])
-            if odd := [key for key, value in row.items() if value.shape[1:] not in ((seq_len,), ())]:
-                raise DataError(
-                    f"data.sources.{name}: its {odd[0]} have {tuple(row[odd[0]].shape[1:])} numbers in a sample, and a "
-                    f"sequence has data.seq_len={seq_len}; give both the same length"
-                )
-            self._like = {**row, **self._like}
+        for number in range(len(self.names)):
+            self._like = {**self._read(number, [0]), **self._like}
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -90,7 +84,7 @@ class Shares:
 
     def stretch(self, begin: int, step: int, total: int, batch: int) -> Stretch:
         """From a position on, at which the run is at ``step`` of ``total``, with ``batch`` sequences in each."""
-        steps = [step_of(at, total) or 0 for at, _ in self.schedule]
+        steps = steps_of([at for at, _ in self.schedule], total)
         if steps != sorted(steps):
             raise DataError(f"data.weight_schedule: at goes back, got the steps {steps}; put them in order")
         entries = [(0, self.weights), *zip(steps, (weights for _, weights in self.schedule), strict=True)]

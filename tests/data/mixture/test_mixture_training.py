@@ -324,3 +324,17 @@ def test_strategies_train_on_the_same(strategy: str) -> None:
     [(code, output), _] = train_in_pool(Path.cwd(), [*words, *own], "mix.yaml")
     assert code == 0, output
     assert np.allclose(training_curve("run"), training_curve("alone"), rtol=1e-4)
+
+
+def test_a_run_keeps_its_bpe_when_a_source_is_added_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of files count from where the run was begun."""
+    words = ["data.tokenizer=bpe", "data.bpe_vocab_size=300", "data.weight_schedule=[]", "max_steps=2"]
+    assert forgather("train", "mix.yaml", *QUIET, *words, "output_dir=run") == 0
+    kept = Path("run/checkpoints/step-00000002/model/tokenizer.json").read_bytes()
+    more = "+data.sources.more={type: text, files: [" + str(Path("prose.txt").resolve()) + "], weight: 1}"
+    root = Path.cwd()
+    (root / "elsewhere").mkdir()
+    monkeypatch.chdir(root / "elsewhere")
+    assert forgather("resume", str(root / "run"), "max_steps=4", more) == 0
+    assert (root / "run/checkpoints/step-00000004/model/tokenizer.json").read_bytes() == kept
+    assert [each["begin"] for each in position_of(str(root / "run"))["stretches"]] == [0, 16]
