@@ -138,7 +138,7 @@ class MixtureSteps(MapStyleSteps):
             begins = [stretch.begin for stretch in self._mixture(state["stretches"]).stretches]
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise FieldError(f"stretches are none of a mixture ({type(error).__name__}: {error})") from error
-        if begins[0] != 0 or begins != sorted(set(begins)) or begins[-1] > state["position"]:
+        if begins[:1] != [0] or begins != sorted(set(begins)) or begins[-1] > state["position"]:
             raise FieldError(f"stretches begin at {begins}, and position is {state['position']}")
 
     def start_of(self, epoch: int, behind: Position) -> Position:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from mixing import QUIET, config, data, loader, write_files
 from program import forgather
 
 from forgather_cli.config.load import load_config
+from forgather_cli.documents.fields import FieldError
 from forgather_cli.errors import ConfigError, DataError
 
 
@@ -131,11 +133,30 @@ def test_a_source_whose_data_have_changed_is_refused_by_name(capsys: pytest.Capt
     text = Path("notes.txt").read_text()
     Path("notes.txt").write_text(text + "one more\n")
     capsys.readouterr()
-    assert forgather("resume", "run", "max_steps=6") != 0
+    assert forgather("resume", "run", "max_steps=6", "data.sources.notes.weight=0.3") != 0
     told = capsys.readouterr().err
+    assert "weight" not in told
     assert "data.sources.notes: the samples are not those of the checkpoint" in told
     assert f"{Path('notes.txt').resolve()} (changed)" in told
     assert forgather("resume", "run", "max_steps=6", "~data.sources.notes") == 0
     Path("notes.txt").write_text(text)
     assert forgather("resume", "run", "max_steps=8", "seq_len=16") != 0
     assert "seq_len: the checkpoint has 32" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"position": -8}, {"position": 8}, {"stretches": []}, {"stretches": [{}]}, {"stretches": 3}, {"stretches": "last"},
+     {"ranges": [[0, 8]]}, {"position": None}],
+    ids=str,
+)  # fmt: skip
+def test_a_position_that_no_mixture_has_saved(change: dict[str, Any]) -> None:
+    made = loader(data().train, 8, 4)
+    made.settle(made.state_dict(), 0, 12)
+    position = {**made.state_dict(), "position": 16}
+    position["stretches"] = [*position["stretches"], {**position["stretches"][0], "begin": 16}]
+    made.load_state_dict(position)
+    if change == {"stretches": "last"}:  # the first is gone
+        change = {"stretches": position["stretches"][1:]}
+    with pytest.raises((FieldError, DataError)):
+        made.load_state_dict({**position, **change})
