@@ -185,20 +185,15 @@ def test_rows_of_any_packing_share_a_batch(isolate: str) -> None:
     assert isinstance(made.train, MixtureDataset)
     assert made.tokenizer.vocab_size == 257 + 2  # the template's markers, to text too
     batch = made.train.__getitems__([*made.train.firsts[:-1], *(made.train.firsts[1:] - 1)])
-    run = {"model_tokens": None}
-    sources = {name: load_data(option.option(name), **run).train for name in sorted(option.sources) if name in
-               ("best_fit", "pad", "concat")}  # fmt: skip
+    sources = {name: load_data(option.option(name), model_tokens=None).train for name in option.sources}
     keys = {"input_ids", "labels", "document_ids", "position_ids", "sequence_lengths"}
     assert set(batch) == (keys if isolate != "false" else {"input_ids", "labels", "sequence_lengths"})
+    absent = {"document_ids": torch.zeros(64), "position_ids": torch.arange(64), "sequence_lengths": torch.tensor(64)}
     for number, name in enumerate(made.train.names):
-        if name in sources:
-            for row, index in ((number, 0), (number + len(made.train.names), len(sources[name]) - 1)):
-                alone = sources[name][index]
-                for found in batch:
-                    absent = {"document_ids": torch.zeros(64), "position_ids": torch.arange(64),
-                              "sequence_lengths": torch.tensor(64)}  # fmt: skip
-                    wanted = alone.get(found, absent.get(found))
-                    assert torch.equal(batch[found][row], wanted.to(batch[found].dtype)), (name, found)
+        for row, index in ((number, 0), (number + len(made.train.names), len(sources[name]) - 1)):
+            alone = {**absent, **sources[name][index]}
+            for found, values in batch.items():
+                assert torch.equal(values[row], alone[found].to(values.dtype)), (name, found)
 
 
 def test_evaluation_is_the_union_of_what_is_held_out() -> None:
@@ -217,6 +212,7 @@ def test_one_bpe_of_all_texts_whatever_their_weights() -> None:
     first, second = data(*words), data(*words, "data.sources.code.weight=9")
     assert first.fingerprint == second.fingerprint
     assert first.tokenizer.vocab_size == 300
+    assert len(first.tokenizer.encode(" of no use")) < 5  # as only prose has it
     assert data(*words, "~data.sources.code").fingerprint != first.fingerprint
     counts = source_of(config(*words).data).counts()
     assert counts is not None
@@ -272,11 +268,11 @@ def test_training_ends_where_the_sources_end() -> None:
     assert metrics("stopped")[-1]["step"] == ended < 200
 
 
-def scripted(folder: str, root: str, act: str, resume: bool = False) -> tuple[list[torch.Tensor], Any]:
+def scripted(folder: str, root: str, act: str) -> tuple[list[torch.Tensor], Any]:
     """The rows that this rank trains on, step by step, and the position at the end."""
     with contextlib.chdir(folder):
         dataset = data().train
-        left = [None] if resume else [5]
+        left = [5 if act == "rollback" else 4]
 
         def ask(state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == left[0]:
@@ -284,7 +280,6 @@ def scripted(folder: str, root: str, act: str, resume: bool = False) -> tuple[li
                 if act == "rollback":
                     control.divergence = Divergence("asked for", "rollback")
                 control.should_epoch_stop |= act == "epoch"
-                control.should_abort_without_save |= act == "killed"
 
         trainer = tiny.script(
             root, tiny.decoder(vocab_size=257), dataset, callbacks=[tiny.acts(on_step_end=ask)], max_steps=12,
@@ -306,6 +301,8 @@ def test_no_position_is_left_out(ranks: int, act: str, begins: list[int]) -> Non
     trained = torch.cat([torch.cat(step) for step in zip(*(steps for steps, _ in shares), strict=True)])
     assert torch.equal(trained, expected(config(), position["stretches"], 0, position["position"], seed=42))
     assert position["position"] == len(trained) == 8 * (13 if act == "rollback" else 12)
+    saved = json.loads(Path("run/checkpoints/step-00000004/state.json").read_text())["components"]["data"]
+    assert (saved["epoch"], saved["position"]) == (int(act == "epoch"), 32)
     if act == "rollback":  # the schedule is of steps
         assert [entry[0] for entry in position["stretches"][1]["weights"]] == [8, 40, 88]
 
