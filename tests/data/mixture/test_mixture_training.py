@@ -332,6 +332,7 @@ def test_a_run_keeps_its_bpe_when_a_source_is_added_from_elsewhere(monkeypatch: 
     root = Path.cwd()
     (root / "elsewhere").mkdir()
     monkeypatch.chdir(root / "elsewhere")
+    assert forgather("eval", str(root / "run")) == 0
     assert forgather("resume", str(root / "run"), "max_steps=4", more) == 0
     assert (root / "run/checkpoints/step-00000004/model/tokenizer.json").read_bytes() == kept
     assert [each["begin"] for each in position_of(str(root / "run"))["stretches"]] == [0, 16]
