@@ -98,7 +98,7 @@ class MixtureDataset(JoinedDataset):
         super().__init__(sources, seq_len)
         self.shares = shares
 
-    def steps(
+    def make_training_steps(
         self, share: Share, batches: Batches, seed: int, *, shuffle: bool, group_by_length: str | None
     ) -> MixtureSteps:
         """For ``TrainLoader``."""
