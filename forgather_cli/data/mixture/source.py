@@ -14,7 +14,7 @@ from forgather_cli.data.cache import Cache, NotCached, digest
 from forgather_cli.data.mixture.settings import MixtureSettings
 from forgather_cli.data.mixture.stretches import Supply, exact
 from forgather_cli.data.splits import DataSource, DataSplits
-from forgather_cli.data.text.tokenize import trained_bpe
+from forgather_cli.data.text.tokenize import kept_tokenizer, trained_bpe
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS
 from forgather_cli.errors import DataError
@@ -98,14 +98,18 @@ class MixtureSource(DataSource[MixtureSettings]):
                     "directory"
                 )
             directory = str(trained_bpe(*corpora, vocab_size=option.bpe_vocab_size, cache=cache))
-        for name, each in options.items():
-            options[name] = each if isinstance(each, Target) else replace(each, tokenizer=directory)
-        if chats := [each for each in options.values() if not isinstance(each, Target) and each.is_chats]:
+        chats = [each for each in options.values() if not isinstance(each, Target) and each.is_chats]
+        if chats:
             from forgather_cli.data.chat.instruct import find_tokenizer
 
-            tokenizer, _, markers = find_tokenizer(chats[0], self.model_tokens)
+            tokenizer, _, markers = find_tokenizer(replace(chats[0], tokenizer=directory), self.model_tokens)
+            if markers and option.tokenizer == "bpe":  # they are its own, as in a checkpoint, whose a resume takes
+                directory = str(kept_tokenizer(tokenizer, cache))
+                tokenizer, _, markers = find_tokenizer(replace(chats[0], tokenizer=directory), self.model_tokens)
         else:
             tokenizer, markers = load_tokenizer(directory, add_bos=option.add_bos), ()
+        for name, each in options.items():
+            options[name] = each if isinstance(each, Target) else replace(each, tokenizer=directory)
         run: dict[str, Any] = {"seed": self.seed, "model_tokens": self.model_tokens, "markers": markers}
         return tokenizer, {name: source_of(each, **run) for name, each in options.items()}
 

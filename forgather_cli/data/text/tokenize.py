@@ -22,7 +22,7 @@ from forgather_cli.data.cache import Cache, Meta, Meter, digest
 from forgather_cli.data.text.corpus import CorpusPiece, Documents, available_cores, cut_last, split_documents
 from forgather_cli.data.text.encode import DocumentEncoder, EncodedPiece, TokenizerWorkers
 from forgather_cli.data.text.read import Damage
-from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, around_documents, train_bpe
+from forgather_cli.data.text.tokenizer import Tokenizer, around_documents, train_bpe
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized, cached_tokens, dtype_of
 from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import DataError
@@ -59,9 +59,8 @@ def trained_bpe(*corpora: Documents, vocab_size: int, cache: Cache) -> Path:
     return cache.build_once("tokenizers", key, write)[0]
 
 
-def kept_tokenizer(directory: Path, cache: Cache) -> Path:
-    """A copy in the cache of a checkpoint's tokenizer: they go, and later ones take its files. Raises DataError."""
-    tokenizer = FileTokenizer(directory)
+def kept_tokenizer(tokenizer: Tokenizer, cache: Cache) -> Path:
+    """A directory in the cache with a tokenizer. A checkpoint's needs one: they go, and later ones take its files."""
 
     def write(temporary: Path) -> Meta:
         tokenizer.save(temporary)

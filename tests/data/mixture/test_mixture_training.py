@@ -336,3 +336,15 @@ def test_a_run_keeps_its_bpe_when_a_source_is_added_from_elsewhere(monkeypatch: 
     assert forgather("resume", str(root / "run"), "max_steps=4", more) == 0
     assert (root / "run/checkpoints/step-00000004/model/tokenizer.json").read_bytes() == kept
     assert [each["begin"] for each in position_of(str(root / "run"))["stretches"]] == [0, 16]
+
+
+@pytest.mark.parametrize("tokenizer", ["bpe", "bytes"])
+def test_chats_and_text_go_on_with_the_template_s_tokens(tokenizer: str) -> None:
+    words = [f"data.tokenizer={tokenizer}", "data.weight_schedule=[]", "max_steps=2", "data.chat_template=chatml",
+             "+data.sources.chats={type: instruct, files: [chats.jsonl], weight: 1}", "seq_len=128"]  # fmt: skip
+    assert forgather("train", "mix.yaml", *QUIET, *words, "output_dir=run") == 0
+    assert forgather("resume", "run", "max_steps=3") == 0
+    for step in (2, 3):
+        files = Path(f"run/checkpoints/step-{step:08}/model").iterdir()
+        assert sum("<|im_start|>" in file.read_text() for file in files if "token" in file.name) >= 1
+        assert (Path(f"run/checkpoints/step-{step:08}/model") / "chat_template.jinja").exists()
