@@ -42,19 +42,17 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__") and name != "__all__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: dict[str, Any] = {}
     if name in _HOMES:
-        value = getattr(import_module(_HOMES[name]), name)
-    else:
+        found[name] = getattr(import_module(_HOMES[name]), name)
+    elif name == "__all__" or not name.startswith("__"):
         schema = vars(import_module("forgather_cli.config.schema"))
-        classes = {key: each for key, each in schema.items() if hasattr(each, "__pydantic_config__")}
-        found = {"__all__": ["__version__", *_HOMES, *classes], **classes}
-        if name not in found:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = found[name]
-    globals()[name] = value
-    return value
+        found = {key: each for key, each in schema.items() if hasattr(each, "__pydantic_config__")}
+        found["__all__"] = ["__version__", *_HOMES, *found]
+    if name not in found:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found[name]
+    return found[name]
 
 
 def __dir__() -> list[str]:

@@ -16,9 +16,7 @@ def __getattr__(name: str) -> Any:
 
     homes = dict.fromkeys(("TrainerCallback", "TrainerControl", "TrainerState"), f"{__name__}.base")
     homes["ResumableSummaryWriter"] = f"{__name__}.tensorboard"
-    for part in CallbackPart.members:
-        module, _, each = part.maker.partition(":")
-        homes[each] = module
+    homes |= {kind: module for module, kind in (part.maker.split(":") for part in CallbackPart.members)}
     if name == "__all__":
         return sorted(homes)
     if name not in homes:

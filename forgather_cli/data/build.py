@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from forgather_cli.errors import DataError
 
 def source_of(option: DataOption, **run: Any) -> DataSource[Any]:
     """What an option reads. ``run``: what other settings of the run say, by the fields of ``DataSource``."""
-    make: Callable[..., DataSource[Any]] = CustomSource if isinstance(option, Target) else option.load_maker()
+    make: type[DataSource[Any]] = CustomSource if isinstance(option, Target) else option.load_maker()
     return make(option, **run)
 
 

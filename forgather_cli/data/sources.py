@@ -56,9 +56,9 @@ class StoredSource(DataSource[_Sequences]):
     def load(self, cache: Cache) -> DataSplits:
         from forgather_cli.data.samples import ConcatDataset, PackedDataset
 
-        if isinstance(self.option, schema.DatasetSettings) and self.option.streaming:
-            return _streamed(self, cache)
         option: Any = self.option
+        if option.is_stream:
+            return _streamed(self, cache)
         data, tokenizer = self.tokenized(cache)
         isolate, length, pad = option.isolate_documents, option.seq_len, tokenizer.pad_token_id
         if data.train.documents is None and (isolate or option.packing != "concat"):
@@ -83,9 +83,8 @@ class StoredSource(DataSource[_Sequences]):
         prefix = tokenizer.prefix_tokens if self.gets_prefix else ()
         if prefix:
             more["rules"] = _PREFIX_RULES
-        if (is_chat or prefix) and data.meta[
-            "formerly"
-        ]:  # the fingerprint of the same samples in runs begun before 0.3
+        # the fingerprint of the same samples in runs begun before 0.3
+        if (is_chat or prefix) and data.meta["formerly"]:
             more["formerly"] = digest([data.meta["formerly"], *rules[1:]])
         made: dict[str, Any] = {}
         both: dict[str, Any] = {"isolate": isolate, "prefix": prefix}
@@ -219,11 +218,10 @@ def _streamed(source: DataSource[Any], cache: Cache) -> DataSplits:
     rows, held_out = open_datasets(option, cache)
     description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer, "packing": option.packing}
     parts: list[Any] = [option.seq_len, option.packing, option.isolate_documents, option.shuffle_buffer]
-    documents: Any
     if option.is_chats:
         from forgather_cli.data.chat.stream import ChatDocuments
 
-        documents = ChatDocuments(option, source.model_tokens, rows.features)
+        documents: Any = ChatDocuments(option, source.model_tokens, rows.features)
         tokenizer = documents.chats.tokenizer
         parts += documents.rules
         description |= documents.chats.dated

@@ -10,15 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from forgather_cli.config.schema import (
-    DEFAULT_GROUP,
-    OptimizerOption,
-    OptimizerSettings,
-    Target,
-    groups_of,
-    label,
-    shipped_groups,
-)
+from forgather_cli.config.schema import DEFAULT_GROUP, OptimizerOption, Target, groups_of, label, shipped_groups
 from forgather_cli.errors import ConfigError, PartError, SetupError
 from forgather_cli.optim.eager import unguard_step, unguarded_construction
 from forgather_cli.optim.groups import Assignment, assign
@@ -119,7 +111,13 @@ def _build(assignments: list[Assignment]) -> Optimizer:
     if isinstance(option, Target):
         optimizer = make(factory, "optimizer", option.path, groups, **defaults)
     else:
-        _check_rows(option, assignments)
+        for name, parameter in (each for assignment in assignments for each in assignment.parameters):
+            if option.needs_rows and is_sharded(parameter) and row_group(parameter) is None:
+                raise SetupError(
+                    f"optimizer={option.type}: {name} must be sharded by rows along one dimension of the mesh, got "
+                    f"{getattr(parameter, 'placements', None)}; choose optimizer=adamw, or name another optimizer for "
+                    "it in optimizer.groups"
+                )
         optimizer = call(factory, "optimizer", groups, **defaults)
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(
@@ -140,16 +138,6 @@ def check_rates(optimizers: Sequence[Optimizer]) -> None:
                 f"its parameter group {lacking[0]} has no lr, which the schedule sets; take lr as an argument, and "
                 'hand it to Optimizer.__init__: super().__init__(params, {"lr": lr})',
                 "when it was made",
-            )
-
-
-def _check_rows(option: OptimizerSettings, assignments: list[Assignment]) -> None:
-    for name, parameter in (each for assignment in assignments for each in assignment.parameters):
-        if option.needs_rows and is_sharded(parameter) and row_group(parameter) is None:
-            raise SetupError(
-                f"optimizer={option.type}: {name} must be sharded by rows along one dimension of the mesh, got "
-                f"{getattr(parameter, 'placements', None)}; choose optimizer=adamw, or name another optimizer for it "
-                "in optimizer.groups"
             )
 
 

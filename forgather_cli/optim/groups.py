@@ -138,8 +138,13 @@ def _assign_group(
         "lr": group.settings.get("lr", lr * group.settings.get("lr_scale", 1.0)),
         "weight_decay": group.settings.get("weight_decay", weight_decay),
     }
-    if isinstance(option, Target):
-        settings = _target_settings(option, common, own, f"optimizer.groups.{name}.settings")
+    if isinstance(option, Target):  # the user's arguments, and what their optimizer accepts of ours
+        factory = import_target(option.path, "optimizer")
+        for key in own:
+            if not accepts(factory, key):
+                where = f"optimizer.groups.{name}.settings.{key}"
+                raise ConfigError(f"{where}: {label(option)} has no such setting; see its signature")
+        settings = {**option.kwargs, **{key: value for key, value in common.items() if accepts(factory, key)}, **own}
         yield Assignment(name, name, label(option), option, option, settings, parameters)
         return
     lists = {key: tuple(value) for key, value in own.items() if isinstance(value, list)}
@@ -153,15 +158,6 @@ def _assign_group(
         # fused is chosen where the parameters are, and no setting of a group
         settings = common | {key: value for key, value in trained_by.arguments().items() if key != "fused"}
         yield Assignment(full_name, name, kind, option, trained_by, settings, members)
-
-
-def _target_settings(option: Target, common: dict[str, Any], own: dict[str, Any], where: str) -> dict[str, Any]:
-    """The user's arguments, and what their optimizer accepts of ours."""
-    factory = import_target(option.path, "optimizer")
-    for key in own:
-        if not accepts(factory, key):
-            raise ConfigError(f"{where}.{key}: {label(option)} has no such setting; see its signature")
-    return {**option.kwargs, **{key: value for key, value in common.items() if accepts(factory, key)}, **own}
 
 
 # ------------------------------------------------------------------------------------------------------ description

@@ -41,8 +41,9 @@ def schedule_factor(option: SchedulerSettings, *, total_steps: int | None) -> Fa
 
     def total() -> int:
         if total_steps is None:
+            name = option.arguments().get("name", option.type)  # transformers' are told by theirs
             raise SetupError(
-                f"lr_scheduler: {option.label} needs the number of optimizer steps, and the data has no known length; "
+                f"lr_scheduler: {name} needs the number of optimizer steps, and the data has no known length; "
                 "set max_steps, or choose lr_scheduler=constant, inverse_sqrt or infinite"
             )
         return total_steps

@@ -24,13 +24,7 @@ from forgather_cli.launch.layout import plan_layout
 from forgather_cli.plan import memory, pipeline
 from forgather_cli.plan.activations import activations_of, paired_activations
 from forgather_cli.plan.memory import RankMemory
-from forgather_cli.plan.parameters import (
-    PlannedParameter,
-    frozen_bytes,
-    optimizer_bytes,
-    parameter_rows,
-    weight_bytes,
-)
+from forgather_cli.plan.parameters import PlannedParameter, frozen_bytes, optimizer_bytes, parameter_rows, weight_bytes
 from forgather_cli.plan.pipeline import PlannedStage
 from forgather_cli.terminal.bars import doing
 

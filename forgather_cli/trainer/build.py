@@ -177,8 +177,7 @@ def choose_trained(model: nn.Module, config: Config) -> list[str]:
     Raises ModelError, SetupError.
     """
     if config.adapter.freezes_base:
-        lines: list[str] = config.adapter.load_maker()(model, config.adapter, config)
-        return lines
+        return [*config.adapter.load_maker()(model, config.adapter, config)]
     if config.trainable is not None:
         train_only(model, config.trainable)
     return []

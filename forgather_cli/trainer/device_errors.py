@@ -134,7 +134,4 @@ def _helps_training(args: RunSettings) -> list[tuple[bool, str]]:
 
 def _helps_both(args: Any) -> list[tuple[bool, str]]:
     """``args``: a whole Config, or a Python user's arguments, which have no loss option."""
-    return [
-        (not args.loss_applies_head, "loss=linear_cross_entropy"),
-        (args.precision.is_fp32, "precision=bf16"),
-    ]
+    return [(not args.loss_applies_head, "loss=linear_cross_entropy"), (args.precision.is_fp32, "precision=bf16")]

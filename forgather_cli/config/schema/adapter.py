@@ -14,6 +14,7 @@ from forgather_cli.config.schema.base import (
     PositiveFloat,
     PositiveInt,
     Probability,
+    Target,
     by_type,
     settings,
 )
@@ -103,15 +104,13 @@ class LoRASettings(AdapterSettings):
             )
         if self.target_parameters and self.is_dora:
             yield "adapter: dora adapts layers, got target_parameters; set adapter=lora, or target_parameters=[]"
-        if getattr(config.model, "type", None) == "qwen3_encdec":
-            yield f"adapter: {self.type} does not adapt encoder-decoders yet, got model=qwen3_encdec; set adapter=none"
-        elif getattr(config.model, "path", None) is None:
+        model = config.model
+        if not isinstance(model, Target) and model.is_encoder_decoder:
+            yield f"adapter: {self.type} does not adapt encoder-decoders yet, got model={model.type}; set adapter=none"
+        elif not isinstance(model, Target) and model.directory is None:
             yield (
-                f"adapter: {self.type} adapts a model that exists, got model={config.model.type}; set "
-                "model=pretrained model.path=DIR"
-                if hasattr(config.model, "type")
-                else f"adapter: {self.type} adapts a model that exists, got model._target_={config.model.path}; set "
-                "model=pretrained model.path=DIR"
+                f"adapter: {self.type} adapts a model that exists, got model={model.type}; set model=pretrained "
+                "model.path=DIR"
             )
         if config.average_last is not None:
             yield (

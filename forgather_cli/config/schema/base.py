@@ -6,8 +6,7 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from functools import partial, reduce
-from importlib import import_module
-from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -67,10 +66,14 @@ class Option(Settings):
             cls.members = []
             Option.bases.append(cls)
 
+    @classmethod
+    def of_type(cls, name: object) -> Any:
+        """The option of the group that has this ``type``; the base class itself where none has."""
+        return next((option for option in cls.members if option.type == name), cls)
+
     def load_maker(self) -> Any:
         """What ``maker`` names."""
-        module, _, name = self.maker.partition(":")
-        return attrgetter(name)(import_module(module))
+        return resolve_name(self.maker)
 
     def arguments(self) -> dict[str, Any]:
         """What the maker is called with, by name: the fields without ``type`` and those that the base class has."""

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt, Le, Lt
 from pydantic import BeforeValidator
@@ -35,8 +35,6 @@ from forgather_cli.config.schema.sampling import GenerationConfig, Sampling
 from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import is_installed
-
-_T = TypeVar("_T")
 
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
@@ -540,12 +538,11 @@ class PeakMemorySettings(CallbackPart):
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def _finished_below(cls: type[_T]) -> type[_T]:
-    return cls
+class _FinishedBelow(Settings):
+    """What type checkers take for a settings class, and ``finish`` makes one."""
 
 
-@_finished_below
-class CallbackSettings(Settings):
+class CallbackSettings(_FinishedBelow):
     """The active callbacks by config name; None is inactive. ``custom`` holds the user's ``_target_`` entries.
 
     There is a field for each ``CallbackPart``. Those written here are the ones that type checkers know.

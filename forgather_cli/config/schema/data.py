@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from glob import glob
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from annotated_types import Ge
 from pydantic import AfterValidator, ConfigDict
@@ -68,21 +68,15 @@ class DataSettings(Option):
     where only the user knows."""
     is_chats: ClassVar[bool] = False
     """Whether its documents are chats, trained on in part; it then has the fields of ``InstructSettings``."""
+    add_tokens = cast(Literal["auto"] | bool, False)
+    """Whether it gives its tokenizer tokens that the model is to learn."""
+    template_date = cast(str | None, "")
+    """The day that a chat template writes, None: that of the run's first start; empty where none does."""
 
     @property
     def seq_len(self) -> int:
         """The longest sample in tokens; of examples of two sides the longer one."""
         raise NotImplementedError
-
-    @property
-    def add_tokens(self) -> Literal["auto"] | bool:
-        """Whether it gives its tokenizer tokens that the model is to learn."""
-        return False
-
-    @property
-    def template_date(self) -> str | None:
-        """The day that a chat template writes, None: that of the run's first start; empty where none does."""
-        return ""
 
     @property
     def is_stream(self) -> bool:

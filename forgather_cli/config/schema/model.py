@@ -6,15 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from forgather_cli.config.schema.base import (
-    FilePath,
-    PositiveInt,
-    Target,
-    by_type,
-    only_if,
-    only_where,
-    settings,
-)
+from forgather_cli.config.schema.base import FilePath, PositiveInt, Target, by_type, only_if, only_where, settings
 from forgather_cli.config.schema.decoder import ModelSettings, WholeSettings
 
 _OF_DIRECTORY = only_where(".path", bool, "set model.path=DIR")

@@ -167,8 +167,7 @@ class Ul2Settings(PairedSettings):
 
     @property
     def nothing_held_out(self) -> Void | None:
-        inner = self.text()
-        return inner.nothing_held_out
+        return self.text().nothing_held_out
 
     def mixture_of(self) -> list[DenoiserSettings]:
         """The denoisers with their weights."""

@@ -213,8 +213,7 @@ class RunSettings(Settings):
     @property
     def loss_applies_head(self) -> bool:
         """Whether the loss multiplies with the head's weight itself."""
-        loss = getattr(self, "loss", None)
-        return isinstance(loss, LossSettings) and loss.applies_head
+        return isinstance(loss := getattr(self, "loss", None), LossSettings) and loss.applies_head
 
     def recomputes(self, layer: int) -> bool:
         """Whether activations of this layer, counted from 0 in its stack of the full model, are computed again."""

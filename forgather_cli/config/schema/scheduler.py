@@ -47,11 +47,6 @@ class SchedulerSettings(Option):
     # optimizer steps of linear warmup; below 1: a fraction of all steps
     warmup_steps: Annotated[NonNegative, OnlyIf(_never_warm)] = 0
 
-    @property
-    def label(self) -> str:
-        """What messages call it."""
-        return self.type
-
     def problems(self, config: Any) -> Iterator[str]:
         for name, value in vars(self).items():
             if name.endswith("_steps") and isinstance(value, float) and value >= 1 and value != int(value):
@@ -59,9 +54,7 @@ class SchedulerSettings(Option):
 
 
 _ANNEALS = only_where(
-    ".anneal_start_step",
-    lambda step: step is not None,
-    "set anneal_start_step to the step at which the anneal begins",
+    ".anneal_start_step", lambda step: step is not None, "set anneal_start_step to the step at which the anneal begins"
 )
 
 
@@ -142,10 +135,6 @@ class TransformersScheduleSettings(SchedulerSettings):
     kwargs: dict[str, Any] = field(default_factory=dict)  # its arguments, as lr_scheduler_kwargs of TrainingArguments
     # learning rate that min_lr and lr_end among them are shares of
     reference_lr: NonNegative = field(default=1.0, metadata={"file": "${learning_rate}"})
-
-    @property
-    def label(self) -> str:
-        return self.name
 
 
 SchedulerOption = Annotated[SchedulerSettings | Target, by_type]

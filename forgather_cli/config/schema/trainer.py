@@ -18,7 +18,6 @@ from forgather_cli.config.schema.base import (
     Void,
     by_type,
     only_if,
-    options,
     settings,
 )
 from forgather_cli.errors import ConfigError
@@ -54,7 +53,7 @@ class TrainerFacts:
     @property
     def shards_parameters(self) -> bool:
         """Each rank holds some rows of its parameters."""
-        return False
+        return self.shard > 1
 
     @property
     def splits_backward(self) -> bool:
@@ -84,11 +83,6 @@ class TrainerSettings(TrainerFacts, Option):
                 f"fuse_optim_with_backward: not possible with trainer={self.type}; choose trainer=single or "
                 "trainer=fsdp2"
             )
-
-    @classmethod
-    def one_process(cls) -> set[str]:
-        """The options that train in one process, for those who have only a name."""
-        return {option.type for option in options(cls) if option.is_one_process}
 
 
 @dataclass(frozen=True)
@@ -217,10 +211,6 @@ class PipelineSettings(TrainerSettings):
     # a function of yours by _target_ that makes the stages; null: the model's cut(), or ours for transformers' decoders
     model_splitter: Annotated[Target, by_type] | None = None
     shard: PositiveInt = 1  # ranks over which FSDP2 shards each stage, with their own data; no zero-bubble schedules
-
-    @property
-    def shards_parameters(self) -> bool:
-        return self.shard > 1
 
     @property
     def splitter(self) -> Callable[..., Any] | None:
