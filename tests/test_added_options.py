@@ -86,8 +86,37 @@ def test_one_of_each_group_trains_under_two_strategies_resumes_and_is_listed_exp
     assert losses("other") == pytest.approx({3: losses("alone")[3], 4: losses("alone")[4]}, rel=1e-5)
     assert Path("other/ema.safetensors").exists()
     assert losses("both") == pytest.approx(losses("adapter"), rel=1e-5)
-    code = "import sys, forgather_cli.config.schema as s; assert s.LionSettings and 'torch' not in sys.modules"
+    code = """
+import sys
+from forgather_cli.callbacks.ema.settings import EmaSettings  # first of all
+import forgather_cli
+assert forgather_cli.EmaSettings is EmaSettings and hasattr(forgather_cli.CallbackSettings, "ema")
+assert "LionSettings" in forgather_cli.__all__ and "torch" not in sys.modules
+"""
     subprocess.run([sys.executable, "-c", code], cwd=copy, check=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("x: Foo = 1", "LionSettings.x: name 'Foo' is not defined; import it there"),
+        ("x: int = Foo", "name 'Foo' is not defined; import it there"),
+        ("x: Own | None = None", "LionSettings.x: Unable to generate pydantic-core schema for <class"),
+    ],
+)
+def test_what_cannot_be_a_setting_is_told_with_file_and_line(
+    line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in ("forgather_cli", "conf", "recipes"):
+        shutil.copytree(ROOT / part, tmp_path / part)
+    monkeypatch.chdir(tmp_path)
+    [text] = [text for name, text in BLOCKS if name.endswith("lion/settings.py")]
+    file = tmp_path / "forgather_cli/optim/lion/settings.py"
+    file.parent.mkdir()
+    file.write_text(text.replace("@settings", "class Own: ...\n\n\n@settings") + f"    {line}\n")
+    [(code, output)] = run_here("config show")
+    assert code == 2
+    assert f"{file}:{len(file.read_text().splitlines())}: {said}" in output
 
 
 @pytest.mark.full

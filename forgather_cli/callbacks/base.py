@@ -89,6 +89,7 @@ class TrainerState:
     num_train_epochs: float = 0
     train_batch_size: int = 0
     num_input_tokens_seen: int = 0
+    """Over all ranks, in the whole run, without padding; logs have it as ``total_tokens``."""
     total_flos: float = 0.0
     best_metric: float | None = None
     best_global_step: int | None = None
@@ -129,6 +130,9 @@ class TrainerCallback:
     Ranks other than 0 get every event too: check ``state.is_world_process_zero`` before writing anything. ``model`` is
     what the rank holds, under fsdp2 its rows of each parameter and under pipeline its stages: ``float(p.norm())`` is of
     these alone. ``trainer.full_parameters()`` has whole parameters under every strategy, on all ranks.
+
+    ``on_log`` is for evaluations too, ``on_log_step`` for the records of steps alone. ``control.should_training_stop``
+    ends training after this step, with a save.
 
     ``on_log`` reaches callbacks of one's own before those that show and write the logs: what it adds to ``logs``
     arrives there and in ``state.log_history``. What it changes or takes out is for one's own that come after it.

@@ -108,7 +108,7 @@ class ConfigBuilder:
     @property
     def is_paired(self) -> bool:
         """Sequences have two sides."""
-        return _kind_of_data(self._raw()).is_paired is True
+        return DataSettings.of_type(option_types(self._raw()).get("data")).is_paired is True
 
     def rate_of_scratch(self, of_weights: set[Path]) -> str | None:
         """The learning rate with its optimizer, as they are typed, where a shipped file gives it that is not made for
@@ -189,7 +189,7 @@ class ConfigBuilder:
         # recipe's default
         data = tree.get("data")
         if isinstance(data, dict) and "_target_" not in data and data.get("tokenizer") is None:
-            is_corpus = issubclass(_kind_of_data(tree), CorpusSettings) and not data.get("streaming")
+            is_corpus = issubclass(DataSettings.of_type(data.get("type")), CorpusSettings) and not data.get("streaming")
             data["tokenizer"] = _directory(tree)[1] or (tree.get("tokenizer_default") if is_corpus else None) or "bytes"
         # what nobody has set of an adapter that is gone on from is as it has it
         adapter = _mapping(tree.get("adapter"))
@@ -240,12 +240,13 @@ class ConfigBuilder:
         """
         tree = self._raw()
         kinds, trainer = option_types(tree), tree.get("trainer")
+        in_one_process = TrainerSettings.of_type(kinds.get("trainer")).is_one_process
         sharded, own_decoder = kinds.get("trainer") == "fsdp2", kinds.get("model") in ("decoder", "pretrained")
         name = trainer.get("accelerate_config") if sharded and isinstance(trainer, dict) else None
         try:
             if isinstance(name, str) and name != "???":
                 source, found = f"accelerate_config={name}", accelerate_settings(Path(name), own_decoder=own_decoder)
-            elif name is None and kinds.get("trainer") in TrainerSettings.one_process() and (alone := launched_alone()):
+            elif name is None and in_one_process and (alone := launched_alone()):
                 self.notes.append(alone)
                 return
             elif name is None and is_launched():
@@ -321,12 +322,6 @@ class ConfigBuilder:
 
         tree: Any = OmegaConf.to_container(self.cfg, resolve=False)
         return {str(key): value for key, value in tree.items()}
-
-
-def _kind_of_data(tree: dict[str, Any]) -> Any:
-    """The class of the data option; the base class of one that is no option of ours."""
-    kind = option_types(tree).get("data")
-    return next((each for each in DataSettings.members if each.type == kind), DataSettings)
 
 
 def _directory(tree: dict[str, Any]) -> tuple[str, str | None]:

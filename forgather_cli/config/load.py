@@ -119,7 +119,7 @@ def _composed(recipe: str, overrides: Sequence[str], search: SearchPath, here: P
     try:
         cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
         trainer = _trainer_of_accelerate(parsed)
-        if trainer is not None and options.get("trainer") in TrainerSettings.one_process():
+        if trainer is not None and TrainerSettings.of_type(options.get("trainer")).is_one_process:
             parsed = parse([*overrides, f"trainer={trainer}"], search)
             cfg, options = compose(source.primary, source.nodes, parsed.groups, search)
     except ConfigError as error:

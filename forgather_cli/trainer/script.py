@@ -15,14 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from forgather_cli.callbacks import DefaultMetrics, InfoCallback, JsonLogger, ProgressCallback
 from forgather_cli.callbacks.base import BuiltIn, NoWriter, TrainerCallback, TrainerControl, TrainerState
 from forgather_cli.callbacks.norms import FullParameters
 from forgather_cli.callbacks.textgen import as_table
 from forgather_cli.checkpoint.components import Component, Sharing
 from forgather_cli.config import schedule
 from forgather_cli.config.batch import batch_plan
-from forgather_cli.config.schema import Config, TrainerOption
+from forgather_cli.config.schema import CallbackPart, Config, TrainerOption
 from forgather_cli.data.loaders.collate import CollateFn
 from forgather_cli.data.loaders.data_ranks import DataRanks
 from forgather_cli.data.loaders.loader import EvalLoader, MicrobatchLoader, TrainLoader
@@ -424,7 +423,7 @@ class Trainer(Loop):
     @classmethod
     def default_callbacks(cls) -> list[Any]:
         """Fresh ones of those that every script's run has. What an override returns stands in their place."""
-        return [DefaultMetrics(), InfoCallback(), ProgressCallback(), JsonLogger()]
+        return [CallbackPart.of_type(name)().load_maker()() for name in ("metrics", "info", "progress", "json")]
 
     def load_best_model(self) -> None:
         """Collective. Load the weights of the best checkpoint that is kept, by ``metric_for_best_model``."""

@@ -40,6 +40,7 @@ class OptimizerRow(NamedTuple):
     first_step: Callable[[Tensor, Tensor, float, float], Tensor] | None = None
     """(weight, gradient, learning rate, weight decay) -> the weight after it."""
     bit_for_bit: bool = True
+    """It computes what its twin does to the last bit."""
 
 
 class ScheduleRow(NamedTuple):

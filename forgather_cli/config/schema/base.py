@@ -66,6 +66,11 @@ class Option(Settings):
             cls.members = []
             Option.bases.append(cls)
 
+    @classmethod
+    def of_type(cls, name: object) -> Any:
+        """The option of the group that has this ``type``; the base class itself where none has."""
+        return next((option for option in cls.members if option.type == name), cls)
+
     def load_maker(self) -> Any:
         """What ``maker`` names."""
         return resolve_name(self.maker)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt, Le, Lt
 from pydantic import BeforeValidator
@@ -35,8 +35,6 @@ from forgather_cli.config.schema.sampling import GenerationConfig, Sampling
 from forgather_cli.documents.regular_files import read_text, read_yaml
 from forgather_cli.errors import ConfigError, did_you_mean
 from forgather_cli.targets import is_installed
-
-_T = TypeVar("_T")
 
 EVENTS = (
     "on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin", "on_step_end",
@@ -69,6 +67,8 @@ class CallbackPart(Option):
 
 @settings
 class MetricsSettings(CallbackPart):
+    """Tokens per second, utilization and other numbers, in the logs."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.metrics:DefaultMetrics"
     type = "metrics"
     place: ClassVar[int] = ADDS
@@ -91,6 +91,8 @@ FORMATS = ("si", "bytes", "duration", "flops")
 
 @settings
 class ProgressSettings(CallbackPart):
+    """A display of the run in the terminal."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.progress:ProgressCallback"
     type = "progress"
 
@@ -129,6 +131,8 @@ class ProgressSettings(CallbackPart):
 
 @settings
 class InfoSettings(CallbackPart):
+    """What is trained and where, at the start."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.info:InfoCallback"
     type = "info"
 
@@ -137,6 +141,8 @@ class InfoSettings(CallbackPart):
 
 @settings
 class JsonSettings(CallbackPart):
+    """Logs and evaluations as records in RUN/metrics.jsonl."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.json_logger:JsonLogger"
     type = "json"
 
@@ -161,6 +167,8 @@ TRANSFORMS: dict[str, Callable[[float], float]] = {
 
 @settings
 class TensorboardSettings(CallbackPart):
+    """Logs and evaluations for TensorBoard."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.tensorboard:TBLogger"
     type = "tensorboard"
 
@@ -204,6 +212,8 @@ def _without_texts(config: Any, owner: CallbackSettings) -> Void | None:
 
 @settings
 class TextgenSettings(CallbackPart):
+    """What the model writes to held-out beginnings or prompts, at each evaluation."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.textgen:TextgenCallback"
     type = "textgen"
     place: ClassVar[int] = SHOWS + 2
@@ -259,6 +269,8 @@ class TextgenSettings(CallbackPart):
 
 @settings
 class ProfilerSettings(CallbackPart):
+    """A Chrome trace and tables of some steps, of each rank."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.profiler:ProfilerCallback"
     type = "profiler"
     place: ClassVar[int] = ACTS + 2
@@ -293,6 +305,8 @@ def services(report_to: str | Sequence[str] | None) -> list[str]:
 
 @settings
 class TrackersSettings(CallbackPart):
+    """Weights & Biases, MLflow and the others that Accelerate knows."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.trackers:Trackers"
     type = "trackers"
     place: ClassVar[int] = SHOWS + 1
@@ -323,6 +337,8 @@ _ASKED_FOR = only_if(".disable_auth", False)
 
 @settings
 class ControlSettings(CallbackPart):
+    """Commands to the running job: save, stop, evaluate and others."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.control:TrainerControlCallback"
     type = "control"
     place: ClassVar[int] = ACTS + 1
@@ -366,6 +382,8 @@ class ControlSettings(CallbackPart):
 
 @settings
 class DilocoSettings(CallbackPart):
+    """Rounds with other runs over slow links, through a server."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.diloco:DiLoCoCallback"
     type = "diloco"
     place: ClassVar[int] = ACTS
@@ -458,6 +476,8 @@ def _as_bool(text: str) -> bool:
 
 @settings
 class EarlyStoppingSettings(CallbackPart):
+    """The end of a run that no longer gets better."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.early_stopping:EarlyStopping"
     type = "early_stopping"
     place: ClassVar[int] = ACTS + 2
@@ -470,6 +490,8 @@ class EarlyStoppingSettings(CallbackPart):
 
 @settings
 class DivergenceSettings(CallbackPart):
+    """The end or a rollback of a run that diverges."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.divergence:DivergenceDetector"
     type = "divergence"
     place: ClassVar[int] = ACTS + 1
@@ -503,6 +525,8 @@ class DivergenceSettings(CallbackPart):
 
 @settings
 class GradNormSettings(CallbackPart):
+    """The norm of each parameter's gradient."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.grad_norms:GradNormLogger"
     type = "grad_norms"
 
@@ -512,6 +536,8 @@ class GradNormSettings(CallbackPart):
 
 @settings
 class ParameterNormSettings(CallbackPart):
+    """Norms and spectral norms of each parameter."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.parameter_norms:ParameterNormLogger"
     type = "parameter_norms"
 
@@ -522,6 +548,8 @@ class ParameterNormSettings(CallbackPart):
 
 @settings
 class WeightNormSettings(CallbackPart):
+    """The norm of all weights."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.weight_norm:WeightNormLogger"
     type = "weight_norm"
     place: ClassVar[int] = ADDS
@@ -529,6 +557,8 @@ class WeightNormSettings(CallbackPart):
 
 @settings
 class PeakMemorySettings(CallbackPart):
+    """Peaks of each rank's memory."""
+
     maker: ClassVar[str] = "forgather_cli.callbacks.peak_memory:PeakMemory"
     type = "peak_memory"
     place: ClassVar[int] = ADDS
@@ -540,12 +570,11 @@ class PeakMemorySettings(CallbackPart):
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
-def _finished_below(cls: type[_T]) -> type[_T]:
-    return cls
+class _FinishedBelow(Settings):
+    """What type checkers take for a settings class, and ``finish`` makes one."""
 
 
-@_finished_below
-class CallbackSettings(Settings):
+class CallbackSettings(_FinishedBelow):
     """The active callbacks by config name; None is inactive. ``custom`` holds the user's ``_target_`` entries.
 
     There is a field for each ``CallbackPart``. Those written here are the ones that type checkers know.

@@ -100,7 +100,7 @@ class OptimizerSettings(Option):
     moments: ClassVar[int] = 0
     """Numbers that it keeps for each parameter, at least."""
     counts_steps: ClassVar[bool] = False
-    """It keeps a counter, of four bytes, for each parameter too."""
+    """It keeps a counter for each parameter too, a tensor of four bytes; a Python number is not counted."""
 
     type: str = ""
     # name: {regex: of parameter names, settings, optimizer}; first match wins, yours first

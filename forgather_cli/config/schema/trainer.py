@@ -18,7 +18,6 @@ from forgather_cli.config.schema.base import (
     Void,
     by_type,
     only_if,
-    options,
     settings,
 )
 from forgather_cli.errors import ConfigError
@@ -84,11 +83,6 @@ class TrainerSettings(TrainerFacts, Option):
                 f"fuse_optim_with_backward: not possible with trainer={self.type}; choose trainer=single or "
                 "trainer=fsdp2"
             )
-
-    @classmethod
-    def one_process(cls) -> set[str]:
-        """The options that train in one process, for those who have only a name."""
-        return {option.type for option in options(cls) if option.is_one_process}
 
 
 @dataclass(frozen=True)

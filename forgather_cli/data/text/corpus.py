@@ -77,7 +77,11 @@ class Documents(Protocol):
 
 @dataclass(frozen=True)
 class Corpus:
-    """The files of one data option and how they are split."""
+    """The files of one data option and how they are split.
+
+    Without ``eval_files`` a share of the documents is held out, drawn by their text, or by their names (``by_name``).
+    ``origin`` is what the cache says it was made of.
+    """
 
     files: tuple[SourceFile, ...]
     eval_files: tuple[SourceFile, ...] = ()
