@@ -23,7 +23,7 @@ RECIPES = options.shipped("recipes")
 PATH, TEXTS = "model.path=/nowhere", ["data=text", "data.files=[a]"]
 BASE = ["model=pretrained", PATH]
 NEEDS = {
-    **{name: [PATH] for name in ("finetune", "qat")},
+    **{name: [PATH] for name in ("finetune", "qat", "finetune_mix")},
     **{name: [PATH, "data.files=[a]"] for name in ("chat_finetune", "lora_finetune", "qlora_finetune")},
     "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
 }
