@@ -65,6 +65,11 @@ ROOMS = {
         ("tests/quantized",),
         {"train precision=fp8": "precision=fp8", "finalize run final --quantize int8-weight-only": ""},
     ),
+    "mixture": Room(
+        ("forgather_cli/data/mixture", "conf/data/mixture.yaml"),
+        ("tests/data/mixture",),
+        {"train data=mixture": "data=mixture"},
+    ),
 }
 ALL = Room(tuple(path for room in ROOMS.values() for path in room.paths), (), {})
 TRAIN = "train model=nano data=synthetic seq_len=16 num_samples=64 global_batch_size=4 max_steps=2 output_dir=run"

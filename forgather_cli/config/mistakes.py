@@ -231,11 +231,10 @@ def unknown(path: str, naming: Naming, loc: Sequence[Any] = ()) -> str:
     kinds = entries(path)
     if setting is not None and kinds and path.count(".") == setting.path.count(".") + 2:  # right below such an entry
         key, of = path.rpartition(".")[2], [kind for kind in kinds if getattr(kind, "type", None) in loc] or kinds
-        fields = [each for kind in of for each in dataclasses.fields(kind)]
-        if any(key == each.name and not each.init for each in fields):  # of a source, what all share
+        if any(key == each.name and not each.init for kind in kinds for each in dataclasses.fields(kind)):
             return f"{name}: is the same for all{where}, and stands above; set {group}.{key} instead"
         what = f"{of[0].type} has no such setting" if len(of) == 1 and hasattr(of[0], "type") else "unknown setting"
-        near = did_you_mean(key, [each.name for each in fields if each.init])
+        near = did_you_mean(key, [each.name for kind in of for each in dataclasses.fields(kind) if each.init])
         return f"{name}: {what}{where};{near or ' leave it out'}"
     if setting is not None and setting.types and group in naming.options:  # an option that is not selected has it
         types = {option: option_leaves(naming.search, group, option) for option in _options(group, naming)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from forgather_cli.config.rules import owners
 from forgather_cli.config.schema import EVENTS, Config, Target
 from forgather_cli.errors import ConfigError
 from forgather_cli.targets import argument_problem, import_target
@@ -50,9 +51,9 @@ def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
         option = getattr(config, group, None)
         if isinstance(option, Target):
             yield group, option, call
-    for name, source in getattr(config.data, "sources", {}).items():
-        if isinstance(source, Target):
-            yield f"data.sources.{name}", source, _CALLS["data"]
+    for where, source in owners("data.", config.data):  # within another option
+        if isinstance(source, Target) and source is not config.data:
+            yield where.removesuffix("."), source, _CALLS["data"]
     if isinstance(splitter := getattr(config.trainer, "model_splitter", None), Target):
         yield "model_splitter", splitter, _CALLS["model_splitter"]
     groups = {} if isinstance(config.optimizer, Target) else config.optimizer.groups

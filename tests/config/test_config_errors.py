@@ -108,7 +108,7 @@ TYPED_WRONG = {
     "+max_steps=3": "+max_steps: is there already; leave the + out",
     "~nothing": "~nothing: nothing of that name to remove",
     "~max_steps=3": "~max_steps: is 300, not 3",
-    "optimizer.groups.no_dcay.regex=x": "optimizer.groups.no_dcay.regex: nothing of that name there; write +optimizer",
+    "optimizer.groups.no_dcay.regex=x": "optimizer.groups.no_dcay.regex: nothing of that name there; did you mean no_d",
     "++callbacks.mine._target_=collections.Nothing": "callbacks.mine._target_: cannot import collections.Nothing (",
     "trainer=fsdp2 replicate=3 nproc_per_node=4": "replicate: 4 ranks cannot be divided into 3 copies of the model; "
     "set it to a div",

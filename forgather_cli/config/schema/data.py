@@ -40,7 +40,7 @@ def _undispatched(config: Any, owner: DataSettings | DataTarget) -> Void | None:
 
 WITHOUT_EVAL_FILES = only_where(".eval_files", lambda files: not files, "leave eval_files out")
 _CACHED = only_if(".streaming", False)
-_OF_DIRECTORY = only_where(".tokenizer", lambda name: name not in ("bytes", "bpe"), "set data.tokenizer=DIR")
+OF_DIRECTORY = only_where(".tokenizer", lambda name: name not in ("bytes", "bpe"), "set data.tokenizer=DIR")
 
 
 @settings
@@ -99,7 +99,7 @@ class SequenceSettings(DataSettings):
     packing: Literal["concat", "best_fit", "pad"] = "concat"
     isolate_documents: bool = False  # true: attention and targets stop at document borders
     # of a tokenizer directory: a begin token before documents and prompts; null: its own rule
-    add_bos: Annotated[bool | None, _OF_DIRECTORY] = None
+    add_bos: Annotated[bool | None, OF_DIRECTORY] = None
 
 
 def _files_of_text(config: Any, owner: Any) -> Void | None:

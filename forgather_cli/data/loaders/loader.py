@@ -92,7 +92,7 @@ class TrainLoader:
         self._data: MapStyleSteps | IterableRounds
         if is_map_style(dataset):
             batches = Batches(dataset, collate_fn, workers, seed, tell_epoch=set_dataset_epoch)
-            if callable(in_order := getattr(dataset, "steps", None)):  # it says itself what stands where
+            if callable(in_order := getattr(dataset, "make_training_steps", None)):  # it says itself what stands where
                 self._data = in_order(share, batches, seed, shuffle=shuffle, group_by_length=group_by_length)
             else:
                 lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)

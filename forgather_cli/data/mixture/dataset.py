@@ -18,7 +18,7 @@ from torch import Tensor
 from forgather_cli.data.cache import digest
 from forgather_cli.data.loaders.collate import Batch, Position, Share, default_collate
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
-from forgather_cli.data.mixture.settings import step_of
+from forgather_cli.data.mixture.settings import steps_of
 from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply
 from forgather_cli.data.order import Order
 from forgather_cli.data.samples import one_of
@@ -40,14 +40,8 @@ class JoinedDataset:
         self._sources = list(sources.values())
         self._like: Batch = {}
         """One row of each key."""
-        for number, name in enumerate(self.names):
-            row = self._read(number, [0])
-            if odd := [key for key, value in row.items() if value.shape[1:] not in ((seq_len,), ())]:
-                raise DataError(
-                    f"data.sources.{name}: its {odd[0]} have {tuple(row[odd[0]].shape[1:])} numbers in a sample, and a "
-                    f"sequence has data.seq_len={seq_len}; give both the same length"
-                )
-            self._like = {**row, **self._like}
+        for number in range(len(self.names)):
+            self._like = {**self._read(number, [0]), **self._like}
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -90,7 +84,7 @@ class Shares:
 
     def stretch(self, begin: int, step: int, total: int, batch: int) -> Stretch:
         """From a position on, at which the run is at ``step`` of ``total``, with ``batch`` sequences in each."""
-        steps = [step_of(at, total) or 0 for at, _ in self.schedule]
+        steps = steps_of([at for at, _ in self.schedule], total)
         if steps != sorted(steps):
             raise DataError(f"data.weight_schedule: at goes back, got the steps {steps}; put them in order")
         entries = [(0, self.weights), *zip(steps, (weights for _, weights in self.schedule), strict=True)]
@@ -104,7 +98,7 @@ class MixtureDataset(JoinedDataset):
         super().__init__(sources, seq_len)
         self.shares = shares
 
-    def steps(
+    def make_training_steps(
         self, share: Share, batches: Batches, seed: int, *, shuffle: bool, group_by_length: str | None
     ) -> MixtureSteps:
         """For ``TrainLoader``."""
@@ -137,13 +131,14 @@ class MixtureSteps(MapStyleSteps):
         """Raise FieldError for what is no position of a mixture, DataError for one that cannot be resumed from."""
         if "ranges" in state:
             raise DataError("callbacks.diloco: shares out samples by number, which data=mixture has not learned yet")
-        kinds = {"position": COUNT, "stretches": list_of(object_of(ANYTHING))}
-        check_fields({"position": None, "stretches": None, **state}, kinds)
+        if "position" not in state and "stretches" not in state:  # of whoever counts the samples of epochs
+            return
+        check_fields(state, {"position": COUNT, "stretches": list_of(object_of(ANYTHING))})
         try:
             begins = [stretch.begin for stretch in self._mixture(state["stretches"]).stretches]
         except (LookupError, TypeError, ValueError, ArithmeticError) as error:
             raise FieldError(f"stretches are none of a mixture ({type(error).__name__}: {error})") from error
-        if begins[0] != 0 or begins != sorted(set(begins)) or begins[-1] > state["position"]:
+        if begins[:1] != [0] or begins != sorted(set(begins)) or begins[-1] > state["position"]:
             raise FieldError(f"stretches begin at {begins}, and position is {state['position']}")
 
     def start_of(self, epoch: int, behind: Position) -> Position:
@@ -184,7 +179,9 @@ class MixtureSteps(MapStyleSteps):
 
     def _requests(self, position: Position) -> Iterator[tuple[list[Request], Position]]:
         share, size, batch = self._share, self._share.micro_batch, self._share.global_batch
-        position = position if "stretches" in position else self.settled(position, 0, 0)
+        if "stretches" not in position:
+            at = position["epoch"] * self._length + position["sample"]
+            position = {**self.settled(position, 0, 0), "position": at}
         mixture = self._mixture(position["stretches"])
         while position["sample"] + (batch if share.drop_last else 1) <= self._length:
             begin = position["position"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
 
 from forgather_cli.config.schema import (
+    OF_DIRECTORY,
     Count,
     DataSettings,
     DataTarget,
@@ -108,9 +108,7 @@ class MixtureSettings(DataSettings):
     seq_len: Annotated[int, Ge(2)] = 256
     # true: attention and targets stop at document borders; null: where a source has chats
     isolate_documents: bool | None = None
-    add_bos: Annotated[
-        bool | None, only_where(".tokenizer", lambda name: name != "bytes", "set data.tokenizer=DIR")
-    ] = None
+    add_bos: Annotated[bool | None, OF_DIRECTORY] = None
     chat_template: Annotated[FilePath | None, _OF_CHATS] = None
     template_date: Annotated[Day | None, _OF_CHATS] = None
     add_tokens: Annotated[Literal["auto"] | bool, _OF_CHATS] = "auto"
@@ -149,7 +147,9 @@ class MixtureSettings(DataSettings):
             yield (
                 f"data.sources.{without}.weight: is left out, but {have[0]} has one; give each source a weight, or none"
             )
-        steps = [step_of(entry.at, config.max_steps) for entry in self.weight_schedule]
+        ats = [entry.at for entry in self.weight_schedule]
+        if config.max_steps > 0 and (steps := steps_of(ats, config.max_steps)) != sorted(steps):
+            yield f"data.weight_schedule: at goes back, got {', '.join(f'{at:g}' for at in ats)}; put them in order"
         for number, entry in enumerate(self.weight_schedule):
             where = f"data.weight_schedule.{number}"
             for name in entry.weights.keys() - self.sources.keys():
@@ -158,21 +158,13 @@ class MixtureSettings(DataSettings):
                 yield f"{where}.weights: names every source, got none for {missing[0]}; add {missing[0]}: 0"
             elif not any(entry.weights.values()):
                 yield f"{where}.weights: are all 0, so that nothing is left to read; give a source more"
-        for (before, first), (after, second) in pairwise(zip(self.weight_schedule, steps, strict=True)):
-            if first is not None and second is not None and second < first:
-                yield f"data.weight_schedule: at goes back, got {after.at:g} after {before.at:g}; put them in order"
 
 
-COMMON = tuple(
-    field.name
-    for field in dataclasses.fields(MixtureSettings)
-    if field.name not in ("type", "sources", "weight_schedule")
-)
+_OWN = ("type", "sources", "weight_schedule")
+COMMON = [field.name for field in dataclasses.fields(MixtureSettings) if field.name not in _OWN]
 """What stands above the sources."""
 
 
-def step_of(at: float, total: int) -> int | None:
-    """The step that ``at`` is in a run of ``total``; None where those are not known and it is a share of them."""
-    if at >= 1 or at == 0:
-        return int(at)
-    return math.ceil(total * at) if total > 0 else None
+def steps_of(ats: Sequence[float], total: int) -> list[int]:
+    """The steps of a schedule's entries in a run of ``total``."""
+    return [math.ceil(at * total) if at < 1 else int(at) for at in ats]

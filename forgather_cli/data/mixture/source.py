@@ -15,7 +15,7 @@ from forgather_cli.data.mixture.settings import MixtureSettings
 from forgather_cli.data.mixture.stretches import Supply, exact
 from forgather_cli.data.splits import DataSource, DataSplits
 from forgather_cli.data.text.tokenize import trained_bpe
-from forgather_cli.data.text.tokenizer import load_tokenizer
+from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS
 from forgather_cli.errors import DataError
 
@@ -27,26 +27,19 @@ class MixtureSource(DataSource[MixtureSettings]):
         from forgather_cli.data.mixture.dataset import JoinedDataset, MixtureDataset, Shares
 
         option, made = self.option, dict[str, DataSplits]()
-        for name, source in self._sources(cache).items():
+        tokenizer, sources = self._sources(cache)
+        for name, source in sources.items():
             with _told_of(name, option.sources[name]):
                 made[name] = source.load(cache)
-        chats = [made[name].tokenizer for name in made if option.sources[name].is_chats]
-        shipped = [made[name].tokenizer for name in made if not isinstance(option.sources[name], Target)]
-        tokenizer = next(iter((*chats, *shipped)), None) or load_tokenizer(option.tokenizer, add_bos=option.add_bos)
+                _check_like_others(made[name], tokenizer, option.seq_len)
+        supplies: dict[str, Supply] = {}
         for name, splits in made.items():
-            with _told_of(name, option.sources[name]):
-                _check_like_others(splits, tokenizer, option.seq_len)
-        held = {name: min(len(splits.train), option.sources[name].max_samples or len(splits.train))
-                for name, splits in made.items()}  # fmt: skip
+            given, length = option.sources[name], len(splits.train)
+            samples = min(length, given.max_samples or length)
+            supplies[name] = Supply(samples, given.max_epochs, given.on_exhausted == "stop")
         typed = {name: source.weight for name, source in option.sources.items() if source.weight is not None}
-        shares = Shares(
-            {
-                name: Supply(held[name], option.sources[name].max_epochs, option.sources[name].on_exhausted == "stop")
-                for name in made
-            },
-            exact(typed or held),
-            [(entry.at, exact(entry.weights)) for entry in option.weight_schedule],
-        )
+        weights = exact(typed or {name: supply.samples for name, supply in supplies.items()})
+        shares = Shares(supplies, weights, [(entry.at, exact(entry.weights)) for entry in option.weight_schedule])
         evaluation = {
             name: splits.eval for name, splits in made.items() if splits.eval is not None and len(splits.eval)
         }
@@ -54,7 +47,7 @@ class MixtureSource(DataSource[MixtureSettings]):
         for key in (f"{split}_{count}" for split in SPLITS for count in _COUNTS):
             counts: list[Any] = [splits.description.get(key) for splits in made.values()]
             description |= {key: sum(counts)} if None not in counts else {}
-        description["train_samples"] = sum(held.values())
+        description["train_samples"] = sum(supply.samples for supply in supplies.values())
         description["fingerprints"] = {name: splits.fingerprint for name, splits in made.items()}
         return DataSplits(
             MixtureDataset({name: splits.train for name, splits in made.items()}, option.seq_len, shares),
@@ -67,7 +60,7 @@ class MixtureSource(DataSource[MixtureSettings]):
 
     def counts(self) -> dict[str, int | None] | None:
         try:
-            sources = self._sources(Cache(self.option.cache_dir, build=False))
+            _, sources = self._sources(Cache(self.option.cache_dir, build=False))
             found = {name: source.counts() for name, source in sources.items()}
         except NotCached:
             return None
@@ -89,11 +82,12 @@ class MixtureSource(DataSource[MixtureSettings]):
             return super().vocabulary()
         return source_of(self.option.option(chats[0]), model_tokens=self.model_tokens).vocabulary()
 
-    def _sources(self, cache: Cache) -> dict[str, DataSource[Any]]:
-        """Of all sources, in the order of their names, that of the settings being nothing to go by."""
+    def _sources(self, cache: Cache) -> tuple[Tokenizer, dict[str, DataSource[Any]]]:
+        """The one tokenizer, and of all sources what reads them, in the order of their names."""
         option = self.option
-        options = {name: option.option(name) for name in sorted(option.sources)}
-        if option.tokenizer == "bpe":
+        options: dict[str, Any] = {name: option.option(name) for name in sorted(option.sources)}
+        directory = option.tokenizer
+        if directory == "bpe":
             corpora = []
             for name, each in options.items():
                 with _told_of(name, option.sources[name]):
@@ -104,18 +98,16 @@ class MixtureSource(DataSource[MixtureSettings]):
                     "directory"
                 )
             directory = str(trained_bpe(*corpora, vocab_size=option.bpe_vocab_size, cache=cache))
-            options = {
-                name: each if isinstance(each, Target) else replace(each, tokenizer=directory)
-                for name, each in options.items()
-            }
-        markers: tuple[str, ...] = ()
-        if chats := [name for name, each in options.items() if option.sources[name].is_chats]:
+        for name, each in options.items():
+            options[name] = each if isinstance(each, Target) else replace(each, tokenizer=directory)
+        if chats := [each for each in options.values() if not isinstance(each, Target) and each.is_chats]:
             from forgather_cli.data.chat.instruct import find_tokenizer
 
-            first: Any = options[chats[0]]
-            markers = find_tokenizer(first, self.model_tokens)[2]
+            tokenizer, _, markers = find_tokenizer(chats[0], self.model_tokens)
+        else:
+            tokenizer, markers = load_tokenizer(directory, add_bos=option.add_bos), ()
         run: dict[str, Any] = {"seed": self.seed, "model_tokens": self.model_tokens, "markers": markers}
-        return {name: source_of(each, **run) for name, each in options.items()}
+        return tokenizer, {name: source_of(each, **run) for name, each in options.items()}
 
 
 def _check_like_others(splits: DataSplits, tokenizer: Any, seq_len: int) -> None:
@@ -143,5 +135,5 @@ def _told_of(name: str, source: Any) -> Iterator[None]:
     except DataError as error:
         own = "|".join(field.name for field in fields(source) if field.init)
         text = re.sub(rf"\bdata\.({own}|_target_)\b", rf"data.sources.{name}.\1", str(error))
-        told = text if f"data.sources.{name}" in text else f"data.sources.{name}: {text}"
+        told = text if text.startswith(f"data.sources.{name}") else f"data.sources.{name}: {text}"
         raise DataError(told) from error
