@@ -5,7 +5,7 @@
 accuracy: the largest distance of any source's count from its quota, before any of the first 200,000 sequences, in
 sequences; of rules that draw at random the median of five seeds. The floor of ours is that none is 1 or more. What
 others do is written down here from their sources: Levanter 1.2 (data/mixture.py, blocks of 2,048 as its configs have)
-and Grain 0.2 (dataset/transformations/mix.py). torchdata's is the one that is installed.
+and Grain 0.2.18 (dataset/transformations/mix.py). torchdata's is the one that is installed.
 
 loader, training: sequences per second of a mixture of ten sources, over those of the ten files as one source. Both are
 in one process and take turns; the ratio is that of a turn to the other's of the same round, its median and quartiles.
@@ -245,7 +245,7 @@ def report(results: dict[str, float], *, as_json: bool) -> None:
         print(json.dumps(results))
         return
     for name, value in results.items():
-        print(f"{name:64} {value:10.2f}")
+        print(f"{name:64} {value:10.3f}")
 
 
 if __name__ == "__main__":
