@@ -32,6 +32,7 @@ MANDATORY = {
     **{name: [PATH] for name in ("model=pretrained", "model=transformers")},
     **{name: ["files=[a]"] for name in ("data=text", "data=tokens", "data=instruct")},
     "data=hf": ["dataset=a"],
+    "data=mixture": ["+data.sources.a={type: text, files: [a]}"],
     "data=ul2": ["model=qwen3_encdec"],
     "data=seq2seq": ["model=qwen3_encdec", "files=[a]"],
     "model=qwen3_encdec": ["data=ul2"],
