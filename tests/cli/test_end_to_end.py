@@ -224,6 +224,7 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
     weights = f"model.path={RunDir(trained).checkpoint(8)}/model"
     own = {
         **{name: [weights] for name in ("finetune", "qat")},
+        "finetune_mix": [weights, "data.chat_template=chatml"],
         **{name: [weights, "data.chat_template=chatml", f"data.add_tokens={name == CHATS[0]}"] for name in CHATS},
         "pretrain_1b_pipeline": [*shape, "nproc_per_node=2", "n_microbatches=2", "per_device_eval_batch_size=2"],
         "pretrain_1b_nodes": [*shape, "nnodes=1", "nproc_per_node=2"],
@@ -240,10 +241,14 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
              "warmup_steps=1", "max_eval_samples=2", "eval_steps=2", "callbacks.textgen.max_new_tokens=4",
              "device=cpu"]  # fmt: skip
     data = corpus
-    if recipe in CHATS:
+    if recipe in (*CHATS, "finetune_mix"):
         answer = json.dumps({"messages": [{"role": "assistant", "content": "Hello"}]})  # begins within 32 bytes
         Path("chats.jsonl").write_text(f"{answer}\n" * 40)
         data = ["data.files=[chats.jsonl]", "data.eval_files=[chats.jsonl]", "cache_dir=cache"]
+    if recipe == "finetune_mix":
+        Path("notes").mkdir()
+        Path("notes/page.md").write_text("A page of some words, again and again.\n" * 20)
+        data = ["data.sources.texts.eval_fraction=0", "cache_dir=cache"]
     if is_paired:
         steps.remove("seq_len=32")
         data = [word for word in corpus if not word.startswith("data=")]

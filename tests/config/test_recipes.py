@@ -23,7 +23,7 @@ RECIPES = options.shipped("recipes")
 PATH, TEXTS = "model.path=/nowhere", ["data=text", "data.files=[a]"]
 BASE = ["model=pretrained", PATH]
 NEEDS = {
-    **{name: [PATH] for name in ("finetune", "qat")},
+    **{name: [PATH] for name in ("finetune", "qat", "finetune_mix")},
     **{name: [PATH, "data.files=[a]"] for name in ("chat_finetune", "lora_finetune", "qlora_finetune")},
     "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
 }
@@ -32,6 +32,7 @@ MANDATORY = {
     **{name: [PATH] for name in ("model=pretrained", "model=transformers")},
     **{name: ["files=[a]"] for name in ("data=text", "data=tokens", "data=instruct")},
     "data=hf": ["dataset=a"],
+    "data=mixture": ["+data.sources.a={type: text, files: [a]}"],
     "data=ul2": ["model=qwen3_encdec"],
     "data=seq2seq": ["model=qwen3_encdec", "files=[a]"],
     "model=qwen3_encdec": ["data=ul2"],
