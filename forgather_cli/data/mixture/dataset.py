@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from forgather_cli.data.cache import digest
 from forgather_cli.data.loaders.collate import Batch, Position, Share, default_collate
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
+from forgather_cli.data.mixture.audit import Tallies, tally_of, write
 from forgather_cli.data.mixture.settings import steps_of
 from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply
-from forgather_cli.data.order import Order
 from forgather_cli.data.samples import one_of
+from forgather_cli.distributed import gather
 from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
 from forgather_cli.errors import DataError
 from forgather_cli.labels import LENGTHS
 
 _BLOCK = 4096  # positions that are dealt at once
+_NUMBERS = "mixture_samples"
+_AHEAD = 16  # steps whose tallies are kept: more than are read before one is trained on
 Ints = NDArray[np.int64]
 
 
@@ -92,11 +95,14 @@ class Shares:
 
 
 class MixtureDataset(JoinedDataset):
-    """What a mixture trains on."""
+    """What a mixture trains on. A batch tells the numbers of its samples, which ``MixtureSteps`` takes out."""
 
     def __init__(self, sources: Mapping[str, Any], seq_len: int, shares: Shares) -> None:
         super().__init__(sources, seq_len)
         self.shares = shares
+
+    def __getitems__(self, numbers: Sequence[int]) -> Batch:
+        return {**super().__getitems__(numbers), _NUMBERS: torch.tensor(numbers)}
 
     def make_training_steps(
         self, share: Share, batches: Batches, seed: int, *, shuffle: bool, group_by_length: str | None
@@ -124,6 +130,9 @@ class MixtureSteps(MapStyleSteps):
         """(first number, size) of each source."""
         self._known: tuple[list[Any], Mixture] | None = None
         self._newest_block: tuple[Mixture, int, Ints] | None = None
+        self._firsts = data.firsts
+        self._tallies: dict[int, Tallies] = {}
+        """By position: of what this rank was handed from the start of the run's process to there."""
 
     # ------------------------------------------------------------------------------------------------------- position
 
@@ -177,6 +186,28 @@ class MixtureSteps(MapStyleSteps):
 
     # -------------------------------------------------------------------------------------------------------- samples
 
+    def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
+        tally = self._tallies.get(position.get("position", 0), tally_of([], self._firsts))
+        for batches, after in super().read(position):
+            for batch in batches:
+                tally = tally + tally_of(batch.pop(_NUMBERS).numpy(), self._firsts)
+            self._tallies = dict([*self._tallies.items(), (after["position"], tally)][-_AHEAD:])
+            yield batches, after
+
+    def note(self, position: Position, step: int, path: Path | None, group: Any, *, starts: bool) -> None:
+        at = position["position"]
+        if starts:
+            self._tallies = {at: tally_of([], self._firsts)}
+        of_ranks = dict(gather((self._share.rank, self._tallies[at].tolist()), group))  # some read the same
+        total = np.array([*of_ranks.values()], np.uint64).sum(axis=0)
+        if path is not None:
+            facts = {"seed": self._seed, "shuffle": self._shuffle, "stretches": position["stretches"]}
+            told = {
+                name: {"size": size, "sequences": count, "hash": hashes}
+                for (name, (_, size)), (count, hashes) in zip(self._places.items(), total.tolist(), strict=True)
+            }
+            write({"step": step, "position": at, "starts": starts, **facts, "sources": told}, path)
+
     def _requests(self, position: Position) -> Iterator[tuple[list[Request], Position]]:
         share, size, batch = self._share, self._share.micro_batch, self._share.global_batch
         if "stretches" not in position:
@@ -213,28 +244,6 @@ class MixtureSteps(MapStyleSteps):
         if self._newest_block is None or self._newest_block[0] is not mixture or self._newest_block[1] != number:
             first = number * _BLOCK
             last = first + _BLOCK if mixture.end is None else min(first + _BLOCK, mixture.end)
-            begins = [stretch.begin for stretch in mixture.stretches]
-            parts = [
-                self._numbers_in(stretch, mixture, max(first, begin), min(last, end))
-                for stretch, begin, end in zip(mixture.stretches, begins, [*begins[1:], last], strict=True)
-                if max(first, begin) < min(last, end)
-            ]
-            self._newest_block = mixture, number, np.concatenate(parts)
+            numbers = mixture.numbers(first, last, self._places, self._seed, shuffle=self._shuffle)
+            self._newest_block = mixture, number, numbers
         return self._newest_block[2]
-
-    def _numbers_in(self, stretch: Stretch, mixture: Mixture, begin: int, end: int) -> Ints:
-        sources, passes, indices = mixture.deal(begin, end)
-        numbers = np.full(end - begin, -1, np.int64)
-        for source in np.unique(sources):
-            if (place := self._places.get(name := mixture.names[source])) is None:  # it is gone, and all this behind
-                continue
-            samples, (first, size) = stretch.sources[name].samples, place
-            seed = int(digest([self._seed, name])[:16], 16)
-            for number in np.unique(passes[sources == source]):
-                here = (sources == source) & (passes == number)
-                at = indices[here]
-                if samples < size and number:  # of the first ``samples`` of pass 0
-                    at = Order(samples, seed, int(number), shuffle=self._shuffle).at(at)
-                within = 0 if samples < size else int(number)
-                numbers[here] = first + Order(size, seed, within, shuffle=self._shuffle).at(at).astype(np.int64)
-        return numbers
