@@ -260,15 +260,14 @@ def audit(run_dir: RunPath, as_json: AsJson = False) -> None:
 
     A later pass over a source is no repeat. [cyan]RUN_DIR/mixture.jsonl[/] has what was read.
     """
-    from forgather_cli.data.mixture.audit import audit as audited
+    from forgather_cli.data.mixture.dataset import audit as audited
 
-    with doing("reading the run"), interruptible():
+    with doing("reading the run"):
         found = audited(RunDir(run_dir).mixture)
     if as_json:
         print_json(found)
     else:
-        rows = [(name, f"{each['sequences']:,}", f"{each['share']:.4%}") for name, each in found["sources"].items()]
-        print_table((Col("source", copied=True), Col("sequences", right=True), Col("share", right=True)), rows)
-        tell(f"lost: {found['lost']:,}, repeated: {found['repeated']:,}")
+        sources = {name: f"{each['sequences']:,} ({each['share']:.4%})" for name, each in found["sources"].items()}
+        print_facts({**sources, "lost": f"{found['lost']:,}", "repeated": f"{found['repeated']:,}"})
     if found["lost"] or found["repeated"]:
         raise typer.Exit(1)

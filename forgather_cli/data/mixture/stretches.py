@@ -16,10 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from forgather_cli.data.cache import digest
 from forgather_cli.data.mixture.dealing import Dealing
 from forgather_cli.data.mixture.quotas import FOREVER, Quotas
-from forgather_cli.data.order import Order
 
 
 @dataclass(frozen=True)
@@ -142,37 +140,6 @@ class Mixture:
                 begin = until
         sources, epochs, indices = (np.concatenate(column) for column in zip(*parts, strict=True))
         return sources, epochs, indices
-
-    def numbers(
-        self, begin: int, end: int, places: Mapping[str, tuple[int, int]], seed: int, *, shuffle: bool
-    ) -> NDArray[np.int64]:
-        """Of the samples at positions [begin, end) in data where ``places`` tells (first number, size) of each source;
-        -1 of a source that is not there."""
-        found = [np.empty(0, np.int64)]
-        for ledger, stop in self._ledgers_to(end):
-            if begin < stop:
-                found.append(self._numbers_in(ledger.stretch, begin, stop, places, seed, shuffle))
-                begin = stop
-        return np.concatenate(found)
-
-    def _numbers_in(
-        self, stretch: Stretch, begin: int, end: int, places: Mapping[str, tuple[int, int]], seed: int, shuffle: bool
-    ) -> NDArray[np.int64]:
-        sources, passes, indices = self.deal(begin, end)
-        numbers = np.full(end - begin, -1, np.int64)
-        for source in np.unique(sources):
-            if (place := places.get(name := self.names[source])) is None:  # it is gone, and all this behind
-                continue
-            samples, (first, size) = stretch.sources[name].samples, place
-            key = int(digest([seed, name])[:16], 16)
-            for number in np.unique(passes[sources == source]):
-                here = (sources == source) & (passes == number)
-                at = indices[here]
-                if samples < size and number:  # of the first ``samples`` of pass 0
-                    at = Order(samples, key, int(number), shuffle=shuffle).at(at)
-                within = 0 if samples < size else int(number)
-                numbers[here] = first + Order(size, key, within, shuffle=shuffle).at(at).astype(np.int64)
-        return numbers
 
     def counts(self, position: int) -> dict[str, int]:
         """Sequences of each source before the position, of all stretches."""

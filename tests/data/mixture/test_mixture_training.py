@@ -323,6 +323,7 @@ def test_strategies_train_on_the_same(strategy: str) -> None:
     [(code, output), _] = train_in_pool(Path.cwd(), [*words, *own], "mix.yaml")
     assert code == 0, output
     assert np.allclose(training_curve("run"), training_curve("alone"), rtol=1e-4)
+    assert forgather("data", "audit", "run") == 0
 
 
 def test_a_run_keeps_its_bpe_when_a_source_is_added_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
