@@ -63,6 +63,8 @@ class RunDir:
     checkpoints = _In("checkpoints")
     rollbacks = _In("rollbacks.jsonl")
     """Each rollback to a checkpoint, with the samples that it skips."""
+    mixture = _In("mixture.jsonl")
+    """Of a mixture: what each start and save had read of its sources."""
     data_files = _In("data_files.json")
     """By the data's fingerprint: hash of each file, by path."""
     control = _In("control")

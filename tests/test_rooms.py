@@ -68,7 +68,7 @@ ROOMS = {
     "mixture": Room(
         ("forgather_cli/data/mixture", "conf/data/mixture.yaml"),
         ("tests/data/mixture",),
-        {"train data=mixture": "data=mixture"},
+        {"train data=mixture": "data=mixture", "data audit run": ""},
     ),
 }
 ALL = Room(tuple(path for room in ROOMS.values() for path in room.paths), (), {})

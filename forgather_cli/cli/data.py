@@ -24,9 +24,9 @@ from forgather_cli.cli.output import (
     write_file,
 )
 from forgather_cli.cli.style import Command, Group
-from forgather_cli.cli.words import ConfigDir, TrustConfig, Words, load
+from forgather_cli.cli.words import ConfigDir, RunPath, TrustConfig, Words, load
 from forgather_cli.errors import ConfigError, did_you_mean
-from forgather_cli.run_dir import shown
+from forgather_cli.run_dir import RunDir, shown
 from forgather_cli.terminal.bars import Bar, doing
 from forgather_cli.terminal.folding import tell
 
@@ -251,3 +251,23 @@ def build(words: Words = None, config_dir: ConfigDir = None, trust_config: Trust
         return
     sizes = ", ".join(f"{entry.kind} {human_bytes(entry.size_bytes)}" for entry in made)
     tell(f"made: {sizes}, in {root}" if made else f"everything is there already, in {root}")
+
+
+@app.command(cls=Command)
+def audit(run_dir: RunPath, as_json: AsJson = False) -> None:
+    """Compare what a run on data=mixture has read, up to its last save, with what it was to read; exit code 1 if
+    sequences were lost or repeated.
+
+    A later pass over a source is no repeat. [cyan]RUN_DIR/mixture.jsonl[/] has what was read.
+    """
+    from forgather_cli.data.mixture.dataset import audit as audited
+
+    with doing("reading the run"):
+        found = audited(RunDir(run_dir).mixture)
+    if as_json:
+        print_json(found)
+    else:
+        sources = {name: f"{each['sequences']:,} ({each['share']:.4%})" for name, each in found["sources"].items()}
+        print_facts({**sources, "lost": f"{found['lost']:,}", "repeated": f"{found['repeated']:,}"})
+    if found["lost"] or found["repeated"]:
+        raise typer.Exit(1)

@@ -109,6 +109,7 @@ class Checkpoints:
                 record_files(run.run_dir, str(run.data_description.get("fingerprint")), run.data_files)
             self._has_recorded_files = True
         run.metrics.fold()
+        self.note_data()
         return self._checkpointer.save(
             run.state.global_step,
             model=self._model_rows(),
@@ -126,6 +127,12 @@ class Checkpoints:
             metrics=metrics,
             healthy=run.state.healthy,
         )
+
+    def note_data(self, *, starts: bool = False) -> None:
+        """Collective. Have the data write what was read of them, where they do that (``Unscheduled.note``)."""
+        run = self._run
+        path = run.run_dir.mixture if run.world.rank == 0 else None
+        run.epochs.loader.note(run.epochs.state_dict(), run.state.global_step, path, run.cpu_group, starts=starts)
 
     @property
     def is_done(self) -> bool:

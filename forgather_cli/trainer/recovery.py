@@ -186,6 +186,7 @@ class Recovery:
         assert asked is not None
         reader = self._target(asked)
         record = self._record(reader, asked.reason)
+        self._checkpoints.note_data()
         try:
             on_rank_0(lambda: append_rollback(run.run_dir, record), run.cpu_group)
         except OSError as error:

@@ -241,6 +241,7 @@ class Loop:
             run.epochs.update_max_steps()
         self._recovery.begin(reader)
         self.checkpoints.trial()
+        self.checkpoints.note_data(starts=True)
         can_evaluate = self._hooks.prepare_evaluation()
         state.num_train_epochs = config.num_train_epochs
         self._step_end = StepEnd(run, self.checkpoints, self._recovery, self._hooks, can_evaluate=can_evaluate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -206,3 +207,7 @@ class Unscheduled:
     def steps_left(self, position: Position) -> int | None:
         """Steps from a position to where the data end for good; None where they never do."""
         return None
+
+    def note(self, position: Position, step: int, path: Path | None, group: Any, *, starts: bool) -> None:
+        """Collective, once before the first step and then with each save: write to ``path``, on the one rank that has
+        one, what was handed out up to a position; nothing here."""

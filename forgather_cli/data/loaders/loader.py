@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,6 +171,10 @@ class TrainLoader:
     def steps_left(self, position: Position) -> int | None:
         """Steps from a position to where the data end for good; None where they never do."""
         return self._data.steps_left(position)
+
+    def note(self, position: Position, step: int, path: Path | None, group: Any, *, starts: bool) -> None:
+        """See ``Unscheduled``."""
+        self._data.note(position, step, path, group, starts=starts)
 
     def state_dict(self) -> Position:
         """The position after the last step that was yielded; data read ahead do not count."""

@@ -1,13 +1,18 @@
-"""Sequences of several sources as one dataset, whose batches may hold those of all, and their order in training.
+"""Sequences of several sources as one dataset, whose batches may hold those of all, their order in training, and what
+of them was read.
 
 A sample's number is its source's first number plus its index there; B samples, T = seq_len.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,13 +25,17 @@ from forgather_cli.data.loaders.collate import Batch, Position, Share, default_c
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
 from forgather_cli.data.mixture.settings import steps_of
 from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply
-from forgather_cli.data.order import Order
+from forgather_cli.data.order import Order, mix
 from forgather_cli.data.samples import one_of
+from forgather_cli.distributed import gather
 from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
+from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
 from forgather_cli.errors import DataError
 from forgather_cli.labels import LENGTHS
 
 _BLOCK = 4096  # positions that are dealt at once
+_NUMBERS = "mixture_samples"
+_AHEAD = 16  # steps whose tallies are kept: more than are read before one is trained on
 Ints = NDArray[np.int64]
 
 
@@ -92,11 +101,14 @@ class Shares:
 
 
 class MixtureDataset(JoinedDataset):
-    """What a mixture trains on."""
+    """What a mixture trains on. A batch tells the numbers of its samples, which ``MixtureSteps`` takes out."""
 
     def __init__(self, sources: Mapping[str, Any], seq_len: int, shares: Shares) -> None:
         super().__init__(sources, seq_len)
         self.shares = shares
+
+    def __getitems__(self, numbers: Sequence[int]) -> Batch:
+        return {**super().__getitems__(numbers), _NUMBERS: torch.tensor(numbers)}
 
     def make_training_steps(
         self, share: Share, batches: Batches, seed: int, *, shuffle: bool, group_by_length: str | None
@@ -124,6 +136,9 @@ class MixtureSteps(MapStyleSteps):
         """(first number, size) of each source."""
         self._known: tuple[list[Any], Mixture] | None = None
         self._newest_block: tuple[Mixture, int, Ints] | None = None
+        self._firsts, self._nothing = data.firsts, np.zeros((len(data.names), 2), np.uint64)
+        self._tallies: dict[int, NDArray[np.uint64]] = {}
+        """By position: of what this rank was handed from the start of the run's process to there."""
 
     # ------------------------------------------------------------------------------------------------------- position
 
@@ -176,6 +191,31 @@ class MixtureSteps(MapStyleSteps):
         return self._known[1]
 
     # -------------------------------------------------------------------------------------------------------- samples
+
+    def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
+        tally = self._tallies.get(position.get("position", 0), self._nothing)
+        for batches, after in super().read(position):
+            tally = sum((self.tally(batch.pop(_NUMBERS).numpy()) for batch in batches), tally)
+            self._tallies = dict([*self._tallies.items(), (after["position"], tally)][-_AHEAD:])
+            yield batches, after
+
+    def tally(self, numbers: Ints) -> NDArray[np.uint64]:
+        """(sources, 2) of samples: how many, and the sum modulo 2^64 of the hashes of their indices in the source."""
+        owners, tally = np.searchsorted(self._firsts, numbers, side="right") - 1, self._nothing.copy()
+        hashes = mix((numbers - self._firsts[owners] + 1).astype(np.uint64))  # that of 0 is 0
+        np.add.at(tally, owners, np.stack([np.ones_like(hashes), hashes], axis=1))
+        return tally
+
+    def note(self, position: Position, step: int, path: Path | None, group: Any, *, starts: bool) -> None:
+        if starts:
+            self._tallies = {}
+        mine = self._tallies.get(position["position"], self._nothing)
+        of_ranks = dict(gather((self._share.rank, mine.tolist()), group))  # some read the same
+        if path is not None:
+            total = np.array([*of_ranks.values()], np.uint64).sum(axis=0).tolist()
+            sources = {name: [size, *of] for (name, (_, size)), of in zip(self._places.items(), total, strict=True)}
+            line = {"starts": starts, "step": step, "order": [self._seed, self._shuffle], "sources": sources}
+            _write({**line, "position": position["position"], "stretches": position["stretches"]}, path)
 
     def _requests(self, position: Position) -> Iterator[tuple[list[Request], Position]]:
         share, size, batch = self._share, self._share.micro_batch, self._share.global_batch
@@ -238,3 +278,69 @@ class MixtureSteps(MapStyleSteps):
                 within = 0 if samples < size else int(number)
                 numbers[here] = first + Order(size, seed, within, shuffle=self._shuffle).at(at).astype(np.int64)
         return numbers
+
+
+# ---------------------------------------------------------------------------------------------------------- the audit
+# Each start and save writes a line to RUN/mixture.jsonl, and a rollback before it goes back: step, position, stretches,
+# seed and shuffling ("order"), and by source [its size, how many of its sequences the loaders of all ranks have handed
+# out since the start, the sum of the hashes of their indices], which does not depend on their order. The indices have
+# come with the rows.
+
+
+def _write(line: Mapping[str, Any], path: Path) -> None:
+    """Add a line; one of a start cuts those behind its position."""
+    with suppress(OSError):  # a save that follows will say so
+        try:
+            if line["starts"] and path.exists():
+                known = {text: json.loads(text) for text in read_bytes(path).split(b"\n")[:-1]}
+                at, step = line["position"], line["step"]
+                # one of this step or before is behind a position that was moved back, and tells of it
+                kept = [text for text, of in known.items() if of["step"] <= step or of["position"] <= at]
+                write_whole(path, b"".join(text + b"\n" for text in kept))
+        except (LookupError, TypeError, ValueError) as error:
+            set_aside(path, f"{path}: is damaged ({error})")
+        append(path, json.dumps(line).encode() + b"\n", durable=True)
+
+
+def audit(path: Path) -> dict[str, Any]:
+    """{lost, repeated, sources: {NAME: {sequences, share}}} from the first line on, without a torn last one.
+
+    Raises DataError.
+    """
+    try:
+        return _compared([json.loads(text) for text in read_bytes(path).split(b"\n")[:-1]])
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); name a run on data=mixture") from error
+    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise DataError(f"{path}: is damaged ({error}), so what was read is not known") from error
+
+
+def _compared(lines: list[Any]) -> dict[str, Any]:
+    """At each line what was to be handed out, by its stretches, is compared with what was; what has come since the line
+    before is lost or repeated. Where a source's number is right and its hash is not, at least one is lost and another
+    one repeated.
+    """
+    sizes = {name: size for line in lines for name, (size, *_) in line["sources"].items()}
+    shares = SimpleNamespace(supplies={name: Supply(size) for name, size in sizes.items()})
+    data: Any = SimpleNamespace(names=[*sizes], sizes=[*sizes.values()], shares=shares)
+    data.firsts, nothing = np.cumsum([0, *data.sizes]), np.zeros((len(sizes), 2), np.uint64)
+    before = handed = missing = nothing
+    settings, lost, repeated = None, 0, 0
+    for line in lines:
+        if settings != (settings := (line["order"], line["stretches"])):
+            (seed, shuffle), due, at = line["order"], nothing, lines[0]["position"]
+            steps = MixtureSteps(data, Share(1, 1, 0, 1, drop_last=False), data, seed, shuffle=shuffle)
+        begin, end = sorted((at, line["position"]))
+        for first in range(begin, end, _BLOCK):
+            last = {**line, "position": min(first + _BLOCK, end)}
+            part = steps.tally(np.array(steps.between({"position": first}, last)))
+            due = due + part if at == begin else due - part
+        at, before = line["position"], handed if line["starts"] else before
+        handed = before + np.array([line["sources"].get(name, (0, 0, 0))[1:] for name in sizes], np.uint64)
+        new, missing = (due - handed - missing).view(np.int64), due - handed
+        for count, hashes in new.tolist():
+            unlike = int(count == 0 and hashes != 0)
+            lost, repeated = lost + max(count, 0) + unlike, repeated + max(-count, 0) + unlike
+    counts = dict(sorted(zip(sizes, handed[:, 0].tolist(), strict=True)))
+    sources = {name: {"sequences": n, "share": n / max(sum(counts.values()), 1)} for name, n in counts.items()}
+    return {"lost": lost, "repeated": repeated, "sources": sources}

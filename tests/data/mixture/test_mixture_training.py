@@ -184,7 +184,9 @@ def test_rows_of_any_packing_share_a_batch(isolate: str) -> None:
     made = read_data(given)
     assert isinstance(made.train, MixtureDataset)
     assert made.tokenizer.vocab_size == 257 + 2  # the template's markers, to text too
-    batch = made.train.__getitems__([*made.train.firsts[:-1], *(made.train.firsts[1:] - 1)])
+    numbers = [*made.train.firsts[:-1], *(made.train.firsts[1:] - 1)]
+    batch = made.train.__getitems__(numbers)
+    assert batch.pop("mixture_samples").tolist() == numbers
     sources = {name: load_data(option.option(name), model_tokens=None).train for name in option.sources}
     keys = {"input_ids", "labels", "document_ids", "position_ids", "sequence_lengths"}
     assert set(batch) == (keys if isolate != "false" else {"input_ids", "labels", "sequence_lengths"})
@@ -321,6 +323,7 @@ def test_strategies_train_on_the_same(strategy: str) -> None:
     [(code, output), _] = train_in_pool(Path.cwd(), [*words, *own], "mix.yaml")
     assert code == 0, output
     assert np.allclose(training_curve("run"), training_curve("alone"), rtol=1e-4)
+    assert forgather("data", "audit", "run") == 0
 
 
 def test_a_run_keeps_its_bpe_when_a_source_is_added_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
