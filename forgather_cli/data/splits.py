@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from forgather_cli.config.schema import DataTarget, Target
 from forgather_cli.data.cache import Cache, digest
@@ -15,6 +15,9 @@ from forgather_cli.data.text.tokenizer import Tokenizer, has_token, load_tokeniz
 from forgather_cli.data.tokens import Tokenized
 from forgather_cli.errors import DataError
 from forgather_cli.targets import import_target, make
+
+if TYPE_CHECKING:
+    from forgather_cli.data.mixture.shares import SourceUse
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,10 @@ class DataSource(ABC, Generic[_Option]):
         been computed. Raises DataError when files do not exist.
         """
         return None
+
+    def uses(self, steps: int, global_batch: int) -> list[SourceUse]:
+        """What a run reads of each of several sources, where ``counts`` says how many samples they have."""
+        return []
 
     def vocabulary(self) -> tuple[int | None, int]:
         """(tokens of the tokenizer, how many of them chats add to it) where ``counts`` does not say; None: the

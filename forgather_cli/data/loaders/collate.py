@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forgather_cli.errors import DataError
 from forgather_cli.labels import IGNORED, bytes_of, label_shift, take_num_tokens
+
+if TYPE_CHECKING:
+    from forgather_cli.data.mixture.shares import SourceUse
 
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, labels aligned with them, -100 = no target, and what else there is."""
@@ -202,6 +205,10 @@ class Unscheduled:
     def settled(self, position: Position, step: int, total: int) -> Position:
         """A position, at which the run is at ``step`` of ``total``, with what its order depends on from there."""
         return position
+
+    def uses(self, position: Position, step: int, total: int) -> list[SourceUse]:
+        """What a run reads of each source, which is at ``step`` of ``total`` at a position; of one source nothing."""
+        return []
 
     def steps_left(self, position: Position) -> int | None:
         """Steps from a position to where the data end for good; None where they never do."""

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ from forgather_cli.data.loaders.workers import Workers
 from forgather_cli.documents.fields import ANYTHING, COUNT, check_fields, list_of, object_of, optional, several
 from forgather_cli.errors import DataError
 from forgather_cli.labels import IGNORED
+
+if TYPE_CHECKING:
+    from forgather_cli.data.mixture.shares import SourceUse
 
 _CHECKED_STEPS = 2
 _log = logging.getLogger(__name__)
@@ -166,6 +169,10 @@ class TrainLoader:
         if settled != position:
             self._position = settled
         return settled != position
+
+    def uses(self, position: Position, step: int, total: int) -> list[SourceUse]:
+        """What a run reads of each source, which is at ``step`` of ``total`` at a position; of one source nothing."""
+        return self._data.uses(position, step, total)
 
     def steps_left(self, position: Position) -> int | None:
         """Steps from a position to where the data end for good; None where they never do."""

@@ -6,8 +6,6 @@ A sample's number is its source's first number plus its index there; B samples, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -18,8 +16,8 @@ from torch import Tensor
 from forgather_cli.data.cache import digest
 from forgather_cli.data.loaders.collate import Batch, Position, Share, default_collate
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
-from forgather_cli.data.mixture.settings import steps_of
-from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply
+from forgather_cli.data.mixture.shares import Shares, SourceUse, uses_of, warn_of_passes
+from forgather_cli.data.mixture.stretches import Mixture, Stretch
 from forgather_cli.data.order import Order
 from forgather_cli.data.samples import one_of
 from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
@@ -73,24 +71,6 @@ class JoinedDataset:
         return torch.full((count, *row.shape[1:]), fill, dtype=row.dtype)
 
 
-@dataclass(frozen=True)
-class Shares:
-    """What the settings say of the sources, by name."""
-
-    supplies: Mapping[str, Supply]
-    weights: Mapping[str, Fraction]
-    schedule: Sequence[tuple[float, Mapping[str, Fraction]]]
-    """(at, weights)."""
-
-    def stretch(self, begin: int, step: int, total: int, batch: int) -> Stretch:
-        """From a position on, at which the run is at ``step`` of ``total``, with ``batch`` sequences in each."""
-        steps = steps_of([at for at, _ in self.schedule], total)
-        if steps != sorted(steps):
-            raise DataError(f"data.weight_schedule: at goes back, got the steps {steps}; put them in order")
-        entries = [(0, self.weights), *zip(steps, (weights for _, weights in self.schedule), strict=True)]
-        return Stretch(begin, self.supplies, [(begin + (at - step) * batch, dict(each)) for at, each in entries])
-
-
 class MixtureDataset(JoinedDataset):
     """What a mixture trains on."""
 
@@ -119,7 +99,7 @@ class MixtureSteps(MapStyleSteps):
         super().__init__(
             sum(supply.samples for supply in data.shares.supplies.values()), share, batches, seed, shuffle=shuffle
         )
-        self._shares = data.shares
+        self._shares, self._seq_len = data.shares, data.seq_len
         self._places = dict(zip(data.names, zip(data.firsts.tolist(), data.sizes, strict=False), strict=True))
         """(first number, size) of each source."""
         self._known: tuple[list[Any], Mixture] | None = None
@@ -129,8 +109,6 @@ class MixtureSteps(MapStyleSteps):
 
     def check(self, state: Position) -> None:
         """Raise FieldError for what is no position of a mixture, DataError for one that cannot be resumed from."""
-        if "ranges" in state:
-            raise DataError("callbacks.diloco: shares out samples by number, which data=mixture has not learned yet")
         if "position" not in state and "stretches" not in state:  # of whoever counts the samples of epochs
             return
         check_fields(state, {"position": COUNT, "stretches": list_of(object_of(ANYTHING))})
@@ -142,9 +120,13 @@ class MixtureSteps(MapStyleSteps):
             raise FieldError(f"stretches begin at {begins}, and position is {state['position']}")
 
     def start_of(self, epoch: int, behind: Position) -> Position:
+        if "ranges" in behind:
+            return super().start_of(epoch, behind)
         return {**behind, "epoch": epoch, "sample": 0}
 
     def settled(self, position: Position, step: int, total: int) -> Position:
+        if "ranges" in position:  # what stands there follows from the settings alone
+            return position
         at, known = position.get("position", 0), position.get("stretches", [])
         new = self._shares.stretch(at, step, total or len(self), self._share.global_batch)
         if known:
@@ -162,9 +144,19 @@ class MixtureSteps(MapStyleSteps):
                 f"global_batch_size: {self._share.global_batch} sequences per step, but the sources end after "
                 f"{mixture.end}; lower it, or set dataloader_drop_last=false"
             )
-        return {**position, "position": at, "stretches": [stretch.state() for stretch in mixture.stretches]}
+        settled = {**position, "position": at, "stretches": [stretch.state() for stretch in mixture.stretches]}
+        warn_of_passes(self.uses(settled, step, total))
+        return settled
+
+    def uses(self, position: Position, step: int, total: int) -> list[SourceUse]:
+        if not total or "stretches" not in position:
+            return []
+        mixture, batch = self._mixture(position["stretches"]), self._share.global_batch
+        return uses_of(mixture, position["position"], step, total, batch, self._seq_len)
 
     def steps_left(self, position: Position) -> int | None:
+        if "ranges" in position:
+            return None
         end = self._mixture(position["stretches"]).end
         return (
             None if end is None else self._share.num_steps(max(end - position["position"], 0), self._share.global_batch)
@@ -196,9 +188,17 @@ class MixtureSteps(MapStyleSteps):
 
     def between(self, start: Position, stop: Position) -> list[int] | None:
         """As of all data; None too where a source is gone."""
+        if "ranges" in start or "ranges" in stop:
+            return None
         mixture = self._mixture(stop["stretches"])
         there = set(mixture.names) <= self._places.keys()
         return self._numbers(mixture, start["position"], stop["position"]) if there else None
+
+    def _samples(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Of ranges, whose numbers are positions."""
+        stretch = self._shares.stretch(0, 0, len(self), self._share.global_batch)
+        first = epoch * self._length
+        return self._numbers(self._mixture([stretch.state()]), first + start, first + stop)
 
     def _numbers(self, mixture: Mixture, begin: int, end: int) -> list[int]:
         """Of the samples at positions [begin, end)."""

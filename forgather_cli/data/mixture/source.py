@@ -6,13 +6,15 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import cached_property
 from typing import Any
 
 from forgather_cli.config.schema import Target
 from forgather_cli.data.build import source_of
 from forgather_cli.data.cache import Cache, NotCached, digest
 from forgather_cli.data.mixture.settings import MixtureSettings
-from forgather_cli.data.mixture.stretches import Supply, exact
+from forgather_cli.data.mixture.shares import Shares, SourceUse, uses_of, warn_of_passes
+from forgather_cli.data.mixture.stretches import Mixture
 from forgather_cli.data.splits import DataSource, DataSplits
 from forgather_cli.data.text.tokenize import trained_bpe
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
@@ -24,7 +26,7 @@ _COUNTS = ("tokens", "documents", "samples")
 
 class MixtureSource(DataSource[MixtureSettings]):
     def load(self, cache: Cache) -> DataSplits:
-        from forgather_cli.data.mixture.dataset import JoinedDataset, MixtureDataset, Shares
+        from forgather_cli.data.mixture.dataset import JoinedDataset, MixtureDataset
 
         option, made = self.option, dict[str, DataSplits]()
         tokenizer, sources = self._sources(cache)
@@ -32,14 +34,7 @@ class MixtureSource(DataSource[MixtureSettings]):
             with _told_of(name, option.sources[name]):
                 made[name] = source.load(cache)
                 _check_like_others(made[name], tokenizer, option.seq_len)
-        supplies: dict[str, Supply] = {}
-        for name, splits in made.items():
-            given, length = option.sources[name], len(splits.train)
-            samples = min(length, given.max_samples or length)
-            supplies[name] = Supply(samples, given.max_epochs, given.on_exhausted == "stop")
-        typed = {name: source.weight for name, source in option.sources.items() if source.weight is not None}
-        weights = exact(typed or {name: supply.samples for name, supply in supplies.items()})
-        shares = Shares(supplies, weights, [(entry.at, exact(entry.weights)) for entry in option.weight_schedule])
+        shares = Shares.of(option, {name: len(splits.train) for name, splits in made.items()})
         evaluation = {
             name: splits.eval for name, splits in made.items() if splits.eval is not None and len(splits.eval)
         }
@@ -47,34 +42,51 @@ class MixtureSource(DataSource[MixtureSettings]):
         for key in (f"{split}_{count}" for split in SPLITS for count in _COUNTS):
             counts: list[Any] = [splits.description.get(key) for splits in made.values()]
             description |= {key: sum(counts)} if None not in counts else {}
-        description["train_samples"] = sum(supply.samples for supply in supplies.values())
-        description["fingerprints"] = {name: splits.fingerprint for name, splits in made.items()}
+        description["train_samples"] = sum(supply.samples for supply in shares.supplies.values())
+        prints = description["fingerprints"] = {name: splits.fingerprint for name, splits in made.items()}
+        description["order"] = digest([prints, repr(shares.supplies), repr(sorted(shares.weights.items()))])
         return DataSplits(
             MixtureDataset({name: splits.train for name, splits in made.items()}, option.seq_len, shares),
             JoinedDataset(evaluation, option.seq_len) if evaluation else None,
             tokenizer,
-            digest(["mixture", description["fingerprints"]]),
+            digest(["mixture", prints]),
             option.seq_len,
             description,
         )
 
-    def counts(self) -> dict[str, int | None] | None:
+    @cached_property
+    def _counts(self) -> dict[str, dict[str, int | None]] | None:
+        """As ``counts``, of each source."""
         try:
             _, sources = self._sources(Cache(self.option.cache_dir, build=False))
             found = {name: source.counts() for name, source in sources.items()}
         except NotCached:
             return None
+        known = {name: counts for name, counts in found.items() if counts is not None}
+        return known if len(known) == len(found) else None
+
+    def counts(self) -> dict[str, int | None] | None:
+        if (found := self._counts) is None:
+            return None
         known: dict[str, int | None] = {}
         for name, counts in found.items():
-            if counts is None:
-                return None
             most = self.option.sources[name].max_samples
-            if most is not None and (samples := counts["train_samples"]) is not None:
-                counts["train_samples"] = min(samples, most)
             for key, count in counts.items():
+                if key == "train_samples" and count is not None:
+                    count = min(count, most or count)
                 before = 0 if key == "vocab_size" else known.get(key, 0)
                 known[key] = None if before is None or count is None else before + count
         return known
+
+    def uses(self, steps: int, global_batch: int) -> list[SourceUse]:
+        lengths = {name: counts["train_samples"] for name, counts in (self._counts or {}).items()}
+        known = {name: length for name, length in lengths.items() if length}
+        if not known or len(known) < len(lengths):
+            return []
+        mixture = Mixture([Shares.of(self.option, known).stretch(0, 0, steps, global_batch)])
+        uses = uses_of(mixture, 0, 0, steps, global_batch, self.option.seq_len)
+        warn_of_passes(uses)
+        return uses
 
     def vocabulary(self) -> tuple[int | None, int]:
         chats = [name for name, source in self.option.sources.items() if source.is_chats]
