@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from forgather_cli.config.schema import DataTarget, Target
 from forgather_cli.data.cache import Cache, digest
@@ -15,9 +15,6 @@ from forgather_cli.data.text.tokenizer import Tokenizer, has_token, load_tokeniz
 from forgather_cli.data.tokens import Tokenized
 from forgather_cli.errors import DataError
 from forgather_cli.targets import import_target, make
-
-if TYPE_CHECKING:
-    from forgather_cli.data.mixture.shares import SourceUse
 
 
 @dataclass(frozen=True)
@@ -58,6 +55,29 @@ class DataSplits:
         return self.vocab_size - self.num_new if self.vocab_size is not None and self.num_new else None
 
 
+@dataclass(frozen=True)
+class SourceUse:
+    """What a run reads of one of several sources, from its beginning to its end."""
+
+    name: str
+    samples: int
+    """Sequences of one pass."""
+    max_epochs: int | None
+    sequences: int
+    tokens: int
+    """With padding."""
+    share: float
+    """Of the sequences."""
+    passes: float
+    ends: int | None
+    """The step in which it ends; None: it does not."""
+
+    def __str__(self) -> str:
+        ends = "" if self.ends is None else f", ends at step {self.ends:,}"
+        told = f"{self.sequences:,} sequences ({self.share:.1%}), {self.tokens:,} tokens, {self.passes:.2f} passes"
+        return told + ends
+
+
 _Option = TypeVar("_Option", bound=Any)
 
 
@@ -91,8 +111,9 @@ class DataSource(ABC, Generic[_Option]):
         """
         return None
 
-    def uses(self, steps: int, global_batch: int) -> list[SourceUse]:
-        """What a run reads of each of several sources, where ``counts`` says how many samples they have."""
+    def uses(self, counts: Mapping[str, int | None], steps: int, global_batch: int) -> list[SourceUse]:
+        """What a run reads of each of several sources; empty where ``counts`` does not say how many samples they have.
+        Warns of one that is read often."""
         return []
 
     def vocabulary(self) -> tuple[int | None, int]:

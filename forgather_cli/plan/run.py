@@ -31,8 +31,7 @@ from forgather_cli.terminal.bars import doing
 if TYPE_CHECKING:
     from torch import nn
 
-    from forgather_cli.data.mixture.shares import SourceUse
-    from forgather_cli.data.splits import DataSource
+    from forgather_cli.data.splits import DataSource, SourceUse
     from forgather_cli.trainer.metrics import Flops
 
 
@@ -104,7 +103,7 @@ def make_plan(config: Config) -> RunPlan:
     data_ranks = config.trainer.shard if config.trainer.cuts_layers else world_size
     batch = batch_plan(config, data_ranks, multiple_of=config.trainer.n_microbatches)
     steps = _steps(config, counts.get("train_samples"), batch.global_batch)
-    if sources := source.uses(steps, batch.global_batch) if steps else []:  # which may all end before
+    if sources := source.uses(counts, steps, batch.global_batch) if steps else []:  # which may all end before
         rounding = 0 if config.dataloader_drop_last else batch.global_batch - 1
         steps = (sum(each.sequences for each in sources) + rounding) // batch.global_batch
     made = RunPlan(

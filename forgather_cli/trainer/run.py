@@ -146,8 +146,6 @@ def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any
     if epochs:
         steps = f"{steps} ({epochs})" if state.max_steps else f"{epochs}, {steps}"
 
-    loader, position = run.train_loader, run.epochs.state_dict()
-    uses = [] if loader is None else loader.uses(position, state.global_step, state.max_steps)
     own_split = any(getattr(config.data, name, None) for name in ("eval_files", "eval_split"))
     rows = {
         "model": f"{architecture(run.model)}, {total:,} parameters{frozen}",
@@ -156,7 +154,7 @@ def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any
         "see more": f"forgather data show {name}" if "first_targets" in run.data_description else None,
         "batch": f"{plan.global_batch} sequences{parts}{tokens}",
         "steps": steps,
-        **{f"source {each.name}": str(each) for each in uses},
+        **(run.train_loader.facts if run.train_loader else {}),
         **shares(config, state.max_steps),
         "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
         "device": f"{_device(strategy.device)}, {config.precision.type}, trainer {strategy.name}{ranks}",

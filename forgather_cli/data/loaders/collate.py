@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from forgather_cli.errors import DataError
 from forgather_cli.labels import IGNORED, bytes_of, label_shift, take_num_tokens
-
-if TYPE_CHECKING:
-    from forgather_cli.data.mixture.shares import SourceUse
 
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, labels aligned with them, -100 = no target, and what else there is."""
@@ -198,6 +195,9 @@ class Share:
 class Unscheduled:
     """Data whose order does not depend on the steps of the run, and which never end for good."""
 
+    facts: Mapping[str, str] = {}
+    """What a run reads of each of several sources, for people."""
+
     def start_of(self, epoch: int, behind: Position) -> Position:
         """The position at the start of an epoch, ``behind`` what was read before."""
         return start_of(epoch)
@@ -205,10 +205,6 @@ class Unscheduled:
     def settled(self, position: Position, step: int, total: int) -> Position:
         """A position, at which the run is at ``step`` of ``total``, with what its order depends on from there."""
         return position
-
-    def uses(self, position: Position, step: int, total: int) -> list[SourceUse]:
-        """What a run reads of each source, which is at ``step`` of ``total`` at a position; of one source nothing."""
-        return []
 
     def steps_left(self, position: Position) -> int | None:
         """Steps from a position to where the data end for good; None where they never do."""

@@ -8,10 +8,10 @@ another world size or batch size continues with exactly the next sample.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,9 +37,6 @@ from forgather_cli.data.loaders.workers import Workers
 from forgather_cli.documents.fields import ANYTHING, COUNT, check_fields, list_of, object_of, optional, several
 from forgather_cli.errors import DataError
 from forgather_cli.labels import IGNORED
-
-if TYPE_CHECKING:
-    from forgather_cli.data.mixture.shares import SourceUse
 
 _CHECKED_STEPS = 2
 _log = logging.getLogger(__name__)
@@ -127,6 +124,11 @@ class TrainLoader:
         return int(self._position["epoch"])
 
     @property
+    def facts(self) -> Mapping[str, str]:
+        """What the run reads of each of several sources, for people; known once it is settled."""
+        return self._data.facts
+
+    @property
     def state_is_per_rank(self) -> bool:
         """True if each rank has a position of its own; then only the same number of ranks can resume."""
         return self._data.is_sharded
@@ -169,10 +171,6 @@ class TrainLoader:
         if settled != position:
             self._position = settled
         return settled != position
-
-    def uses(self, position: Position, step: int, total: int) -> list[SourceUse]:
-        """What a run reads of each source, which is at ``step`` of ``total`` at a position; of one source nothing."""
-        return self._data.uses(position, step, total)
 
     def steps_left(self, position: Position) -> int | None:
         """Steps from a position to where the data end for good; None where they never do."""

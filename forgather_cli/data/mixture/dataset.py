@@ -5,7 +5,10 @@ A sample's number is its source's first number plus its index there; B samples, 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -16,15 +19,18 @@ from torch import Tensor
 from forgather_cli.data.cache import digest
 from forgather_cli.data.loaders.collate import Batch, Position, Share, default_collate
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
-from forgather_cli.data.mixture.shares import Shares, SourceUse, uses_of, warn_of_passes
-from forgather_cli.data.mixture.stretches import Mixture, Stretch
+from forgather_cli.data.mixture.settings import MixtureSettings, steps_of
+from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply, exact
 from forgather_cli.data.order import Order
 from forgather_cli.data.samples import one_of
+from forgather_cli.data.splits import SourceUse
 from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
 from forgather_cli.errors import DataError
 from forgather_cli.labels import LENGTHS
 
 _BLOCK = 4096  # positions that are dealt at once
+_MANY = 4  # passes, beyond which data teach ever less (Muennighoff et al. 2023, arXiv:2305.16264)
+_log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 
 
@@ -69,6 +75,52 @@ class JoinedDataset:
             return torch.arange(self.seq_len).repeat(count, 1)
         fill = self.seq_len if key == LENGTHS else 0
         return torch.full((count, *row.shape[1:]), fill, dtype=row.dtype)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What the settings say of the sources, by name."""
+
+    supplies: Mapping[str, Supply]
+    weights: Mapping[str, Fraction]
+    schedule: Sequence[tuple[float, Mapping[str, Fraction]]]
+    """(at, weights)."""
+
+    @classmethod
+    def of(cls, option: MixtureSettings, lengths: Mapping[str, int]) -> Shares:
+        """``lengths``: samples of each source."""
+        supplies: dict[str, Supply] = {}
+        for name, length in lengths.items():
+            given = option.sources[name]
+            samples = min(length, given.max_samples or length)
+            supplies[name] = Supply(samples, given.max_epochs, given.on_exhausted == "stop")
+        typed = {name: source.weight for name, source in option.sources.items() if source.weight is not None}
+        weights = exact(typed or {name: supply.samples for name, supply in supplies.items()})
+        return cls(supplies, weights, [(entry.at, exact(entry.weights)) for entry in option.weight_schedule])
+
+    def stretch(self, begin: int, step: int, total: int, batch: int) -> Stretch:
+        """From a position on, at which the run is at ``step`` of ``total``, with ``batch`` sequences in each."""
+        steps = steps_of([at for at, _ in self.schedule], total)
+        if steps != sorted(steps):
+            raise DataError(f"data.weight_schedule: at goes back, got the steps {steps}; put them in order")
+        entries = [(0, self.weights), *zip(steps, (weights for _, weights in self.schedule), strict=True)]
+        return Stretch(begin, self.supplies, [(begin + (at - step) * batch, dict(each)) for at, each in entries])
+
+
+def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, seq_len: int) -> list[SourceUse]:
+    """Of a run that is at ``step`` of ``total`` at a position, with ``batch`` sequences in each step from there on."""
+    last = position + (total - step) * batch
+    last = last if mixture.end is None else min(last, mixture.end)
+    counts, places, uses = mixture.counts(last), mixture.places(last), []
+    ends = {name: step - (position - at) // batch for at, name in mixture.ends if at <= last}
+    for name, supply in mixture.stretches[-1].sources.items():
+        number, (epoch, index), most = counts[name], places[name], supply.max_epochs
+        share, passes = number / max(last, 1), epoch + index / supply.samples
+        uses.append(SourceUse(name, supply.samples, most, number, number * seq_len, share, passes, ends.get(name)))
+        if most is None and passes > _MANY:
+            told = "data.sources.%s: is read %.1f times over the run without max_epochs; set it, or lower the weight"
+            _log.warning(told, name, passes)
+    return uses
 
 
 class MixtureDataset(JoinedDataset):
@@ -129,30 +181,22 @@ class MixtureSteps(MapStyleSteps):
             return position
         at, known = position.get("position", 0), position.get("stretches", [])
         new = self._shares.stretch(at, step, total or len(self), self._share.global_batch)
+        mixture = self._mixture(known) if known else Mixture([new])
         if known:
-            mixture = self._mixture(known)
             last = mixture.stretches[-1]
             constant = len(last.weights) == len(new.weights) == 1
             old, now = ([each for _, each in one.weights] if constant else one.weights for one in (last, new))
-            if old == now and last.sources == new.sources:
-                return position
-            mixture = mixture.appended(new)
-        else:
-            mixture = Mixture([new])
-        if not known and mixture.end is not None and mixture.end < self._share.global_batch and self._share.drop_last:
+            if old != now or last.sources != new.sources:
+                mixture = mixture.appended(new)
+        elif mixture.end is not None and mixture.end < self._share.global_batch and self._share.drop_last:
             raise DataError(
                 f"global_batch_size: {self._share.global_batch} sequences per step, but the sources end after "
                 f"{mixture.end}; lower it, or set dataloader_drop_last=false"
             )
-        settled = {**position, "position": at, "stretches": [stretch.state() for stretch in mixture.stretches]}
-        warn_of_passes(self.uses(settled, step, total))
-        return settled
-
-    def uses(self, position: Position, step: int, total: int) -> list[SourceUse]:
-        if not total or "stretches" not in position:
-            return []
-        mixture, batch = self._mixture(position["stretches"]), self._share.global_batch
-        return uses_of(mixture, position["position"], step, total, batch, self._seq_len)
+        if total and not self.facts:
+            uses = uses_of(mixture, at, step, total, self._share.global_batch, self._seq_len)
+            self.facts = {f"source {each.name}": str(each) for each in uses}
+        return {**position, "position": at, "stretches": [stretch.state() for stretch in mixture.stretches]}
 
     def steps_left(self, position: Position) -> int | None:
         if "ranges" in position:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from functools import cached_property
 from typing import Any
 
 from forgather_cli.config.schema import Target
 from forgather_cli.data.build import source_of
 from forgather_cli.data.cache import Cache, NotCached, digest
 from forgather_cli.data.mixture.settings import MixtureSettings
-from forgather_cli.data.mixture.shares import Shares, SourceUse, uses_of, warn_of_passes
 from forgather_cli.data.mixture.stretches import Mixture
-from forgather_cli.data.splits import DataSource, DataSplits
+from forgather_cli.data.splits import DataSource, DataSplits, SourceUse
 from forgather_cli.data.text.tokenize import trained_bpe
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS
@@ -26,7 +24,7 @@ _COUNTS = ("tokens", "documents", "samples")
 
 class MixtureSource(DataSource[MixtureSettings]):
     def load(self, cache: Cache) -> DataSplits:
-        from forgather_cli.data.mixture.dataset import JoinedDataset, MixtureDataset
+        from forgather_cli.data.mixture.dataset import JoinedDataset, MixtureDataset, Shares
 
         option, made = self.option, dict[str, DataSplits]()
         tokenizer, sources = self._sources(cache)
@@ -54,39 +52,33 @@ class MixtureSource(DataSource[MixtureSettings]):
             description,
         )
 
-    @cached_property
-    def _counts(self) -> dict[str, dict[str, int | None]] | None:
-        """As ``counts``, of each source."""
+    def counts(self) -> dict[str, int | None] | None:
         try:
             _, sources = self._sources(Cache(self.option.cache_dir, build=False))
             found = {name: source.counts() for name, source in sources.items()}
         except NotCached:
             return None
-        known = {name: counts for name, counts in found.items() if counts is not None}
-        return known if len(known) == len(found) else None
-
-    def counts(self) -> dict[str, int | None] | None:
-        if (found := self._counts) is None:
-            return None
         known: dict[str, int | None] = {}
         for name, counts in found.items():
+            if counts is None:
+                return None
             most = self.option.sources[name].max_samples
+            if most is not None and (samples := counts["train_samples"]) is not None:
+                counts["train_samples"] = min(samples, most)
+            known[f"train_samples/{name}"] = counts["train_samples"]
             for key, count in counts.items():
-                if key == "train_samples" and count is not None:
-                    count = min(count, most or count)
                 before = 0 if key == "vocab_size" else known.get(key, 0)
                 known[key] = None if before is None or count is None else before + count
         return known
 
-    def uses(self, steps: int, global_batch: int) -> list[SourceUse]:
-        lengths = {name: counts["train_samples"] for name, counts in (self._counts or {}).items()}
-        known = {name: length for name, length in lengths.items() if length}
-        if not known or len(known) < len(lengths):
+    def uses(self, counts: Mapping[str, int | None], steps: int, global_batch: int) -> list[SourceUse]:
+        from forgather_cli.data.mixture.dataset import Shares, uses_of
+
+        lengths = {name: length for name in self.option.sources if (length := counts.get(f"train_samples/{name}"))}
+        if len(lengths) < len(self.option.sources):
             return []
-        mixture = Mixture([Shares.of(self.option, known).stretch(0, 0, steps, global_batch)])
-        uses = uses_of(mixture, 0, 0, steps, global_batch, self.option.seq_len)
-        warn_of_passes(uses)
-        return uses
+        mixture = Mixture([Shares.of(self.option, lengths).stretch(0, 0, steps, global_batch)])
+        return uses_of(mixture, 0, 0, steps, global_batch, self.option.seq_len)
 
     def vocabulary(self) -> tuple[int | None, int]:
         chats = [name for name, source in self.option.sources.items() if source.is_chats]
