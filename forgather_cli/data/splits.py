@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from forgather_cli.config.schema import DataTarget, Target
+from forgather_cli.config.schema import DataOption, DataTarget, Target
 from forgather_cli.data.cache import Cache, digest
 from forgather_cli.data.text.corpus import Documents
 from forgather_cli.data.text.tokenizer import Tokenizer, has_token, load_tokenizer
@@ -37,6 +37,8 @@ class DataSplits:
     """Hash of each file that was read, empty where it is not known, by path; none where files are not ours to read."""
     tokenized: Tokenized | None = None
     """The tokens in the cache that samples are cut from; None where there are none."""
+    sources: dict[str, tuple[DataOption, DataSplits]] = field(default_factory=dict)
+    """Of a mixture by name, whose samples follow each other in this order."""
 
     @property
     def vocab_size(self) -> int | None:

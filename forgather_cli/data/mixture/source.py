@@ -50,6 +50,7 @@ class MixtureSource(DataSource[MixtureSettings]):
             digest(["mixture", prints]),
             option.seq_len,
             description,
+            sources={name: (option.option(name), splits) for name, splits in made.items()},
         )
 
     def counts(self) -> dict[str, int | None] | None:
