@@ -62,9 +62,6 @@ class SourceUse:
     """What a run reads of one of several sources, from its beginning to its end."""
 
     name: str
-    samples: int
-    """Sequences of one pass."""
-    max_epochs: int | None
     sequences: int
     tokens: int
     """With padding."""

@@ -114,10 +114,10 @@ def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, 
     counts, places, uses = mixture.counts(last), mixture.places(last), []
     ends = {name: step - (position - at) // batch for at, name in mixture.ends if at <= last}
     for name, supply in mixture.stretches[-1].sources.items():
-        number, (epoch, index), most = counts[name], places[name], supply.max_epochs
+        number, (epoch, index) = counts[name], places[name]
         share, passes = number / max(last, 1), epoch + index / supply.samples
-        uses.append(SourceUse(name, supply.samples, most, number, number * seq_len, share, passes, ends.get(name)))
-        if most is None and passes > _MANY:
+        uses.append(SourceUse(name, number, number * seq_len, share, passes, ends.get(name)))
+        if supply.max_epochs is None and passes > _MANY:
             told = "data.sources.%s: is read %.1f times over the run without max_epochs; set it, or lower the weight"
             _log.warning(told, name, passes)
     return uses

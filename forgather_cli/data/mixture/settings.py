@@ -140,10 +140,7 @@ class MixtureSettings(DataSettings):
             if not re.fullmatch(r"[\w-]+", name):
                 yield f"data.sources: a name has letters, digits, - and _, got {name!r}; rename it"
             elif not isinstance(self.sources[name], Target) and self.sources[name].is_stream:
-                yield (
-                    f"data.sources.{name}.streaming: sources are read by number, streams as sources are not there yet, "
-                    "got true; set streaming=false"
-                )
+                yield f"data.sources.{name}.streaming: streams as sources are not there yet, got true; leave it out"
         have = [name for name in names if self.sources[name].weight is not None]
         if have and len(have) < len(names):
             without = next(name for name in names if name not in have)
