@@ -110,12 +110,11 @@ class Shares:
 def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, seq_len: int) -> list[SourceUse]:
     """Of a run that is at ``step`` of ``total`` at a position, with ``batch`` sequences in each step from there on."""
     last = position + (total - step) * batch
-    last = last if mixture.end is None else min(last, mixture.end)
     counts, places, uses = mixture.counts(last), mixture.places(last), []
     ends = {name: step - (position - at) // batch for at, name in mixture.ends if at <= last}
     for name, supply in mixture.stretches[-1].sources.items():
         number, (epoch, index) = counts[name], places[name]
-        share, passes = number / max(last, 1), epoch + index / supply.samples
+        share, passes = number / max(sum(counts.values()), 1), epoch + index / supply.samples
         uses.append(SourceUse(name, number, number * seq_len, share, passes, ends.get(name)))
         if supply.max_epochs is None and passes > _MANY:
             told = "data.sources.%s: is read %.1f times over the run without max_epochs; set it, or lower the weight"

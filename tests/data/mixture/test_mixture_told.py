@@ -64,6 +64,7 @@ def test_a_plan_ends_where_the_sources_do(capsys: pytest.CaptureFixture[str]) ->
     total = 2 * sizes["prose"] + sizes["code"] + sizes["notes"]
     found = document(capsys, "plan", "mix.yaml", *RUN, *words)
     assert (found["steps"], sum(each["sequences"] for each in found["sources"])) == (total // 8, total)
+    assert sum(each["share"] for each in found["sources"]) == pytest.approx(1)
     last = document(capsys, "plan", "mix.yaml", *RUN, *words, "dataloader_drop_last=false")
     assert last["steps"] == -(-total // 8)
     dry = document(capsys, "train", "mix.yaml", *RUN, *words, "--dry-run")
@@ -75,8 +76,7 @@ def test_who_is_read_often_without_a_limit_is_warned_of(
 ) -> None:
     words = ["data.weight_schedule=[]", "data.sources.notes.max_epochs=9", "max_steps=100"]
     assert forgather("train", "mix.yaml", *QUIET, *words, "+callbacks.info={}", "output_dir=run") == 0
-    output = capfd.readouterr()
-    told = output.out + output.err
+    told = "".join(capfd.readouterr())
     mixture, sizes = mixture_of(100, *words)
     counts, _ = walked(mixture, 800)
     passes = {name: counts[name] / sizes[name] for name in sizes}
@@ -87,9 +87,10 @@ def test_who_is_read_often_without_a_limit_is_warned_of(
         assert (f"data.sources.{name}: is read {passes[name]:.1f} times" in caplog.text) is is_warned
     assert forgather("plan", "mix.yaml", *QUIET, *words, "data.sources.notes.max_epochs=null") == 0
     assert f"data.sources.notes: is read {passes['notes']:.1f} times" in caplog.text
+    capfd.readouterr()
     assert forgather("resume", "run", "max_steps=110") == 0
     resumed, _ = walked(mixture, 880)
-    assert f"{resumed['prose']:,} sequences" in capfd.readouterr().err
+    assert f"{resumed['prose']:,} sequences" in "".join(capfd.readouterr())
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
