@@ -61,6 +61,9 @@ def show(
         typer.Option("--from", metavar="FILE:LINE", help="Those with this record, or with any of FILE."),
     ] = None,
     count: Annotated[int, typer.Option("--count", metavar="N", min=1, help="How many are shown.")] = 3,
+    source: Annotated[
+        str | None, typer.Option("--source", metavar="NAME", help="Those of one source of a mixture.")
+    ] = None,
     html: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="Write them as one page for a browser.")
     ] = None,
@@ -88,9 +91,13 @@ def show(
     from forgather_cli.inspection.samples import Samples
 
     samples = Samples(config, data, cast("Split", split))
+    if source is not None and source not in samples.sources:
+        near = did_you_mean(source, samples.sources) or f" sources: {', '.join(samples.sources) or 'none'}"
+        raise ConfigError(f"--source: the {split} split has no source {source!r};{near}")
     with doing("reading samples"):
         if origin is None:
-            found = list(islice(samples.read(sample or 0), count))
+            wanted = (each for each in samples.read(sample or 0) if source in (None, each.mixture_source))
+            found = list(islice(wanted, count))
         else:
             found = [next(samples.read(number)) for number in samples.holding(*_record(origin))[:count]]
     if as_json:

@@ -198,7 +198,8 @@ def _message(path: str, errors: list[Any], naming: Naming) -> str:
     wanted = [each for each in wanted if each != "a whole number" or "a number" not in wanted]
     kinds, remedy = {error["type"] for error in errors}, ""
     if literals and isinstance(value, str):
-        remedy = did_you_mean(value, literals)
+        ul2 = path == "data.source" and value == "mixture"
+        remedy = " ul2 over a mixture is not there yet" if ul2 else did_you_mean(value, literals)
     elif "int_type" in kinds and isinstance(value, float) and value.is_integer():
         remedy = f" write {name}={int(value)}"
     elif "list_type" in kinds and isinstance(value, str):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from forgather_cli.config.schema import DataTarget, Target
+from forgather_cli.config.schema import DataOption, DataTarget, Target
 from forgather_cli.data.cache import Cache, digest
 from forgather_cli.data.text.corpus import Documents
 from forgather_cli.data.text.tokenizer import Tokenizer, has_token, load_tokenizer
@@ -37,6 +37,8 @@ class DataSplits:
     """Hash of each file that was read, empty where it is not known, by path; none where files are not ours to read."""
     tokenized: Tokenized | None = None
     """The tokens in the cache that samples are cut from; None where there are none."""
+    sources: dict[str, tuple[DataOption, DataSplits]] = field(default_factory=dict)
+    """Of a mixture by name, whose samples follow each other in this order."""
 
     @property
     def vocab_size(self) -> int | None:
@@ -53,6 +55,26 @@ class DataSplits:
     def num_known(self) -> int | None:
         """Ids before them; None where there are none."""
         return self.vocab_size - self.num_new if self.vocab_size is not None and self.num_new else None
+
+
+@dataclass(frozen=True)
+class SourceUse:
+    """What a run reads of one of several sources, from its beginning to its end."""
+
+    name: str
+    sequences: int
+    tokens: int
+    """With padding."""
+    share: float
+    """Of the sequences."""
+    passes: float
+    ends: int | None
+    """The step in which it ends; None: it does not."""
+
+    def __str__(self) -> str:
+        ends = "" if self.ends is None else f", ends at step {self.ends:,}"
+        told = f"{self.sequences:,} sequences ({self.share:.1%}), {self.tokens:,} tokens, {self.passes:.2f} passes"
+        return told + ends
 
 
 _Option = TypeVar("_Option", bound=Any)
@@ -87,6 +109,11 @@ class DataSource(ABC, Generic[_Option]):
         been computed. Raises DataError when files do not exist.
         """
         return None
+
+    def uses(self, counts: Mapping[str, int | None], steps: int, global_batch: int) -> list[SourceUse]:
+        """What a run reads of each of several sources; empty where ``counts`` does not say how many samples they have.
+        Warns of one that is read often."""
+        return []
 
     def vocabulary(self) -> tuple[int | None, int]:
         """(tokens of the tokenizer, how many of them chats add to it) where ``counts`` does not say; None: the

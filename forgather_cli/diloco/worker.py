@@ -230,7 +230,7 @@ class DilocoWorker:
             "pid": os.getpid(),
             "run": str(run.run_dir.root)[-wire.MAX_TEXT :],
             "model": wire.model_hash(parts.shapes),
-            "data": f"{description.get('fingerprint')}, seed {run.seed}",
+            "data": f"{description.get('order', description.get('fingerprint'))}, seed {run.seed}",
             "tokenizer": description.get("tokenizer"),
             "batch": run.batch_plan.global_batch,
             "stated": settings.stated(),

@@ -5,8 +5,9 @@ Legend: T tokens of a sample, padding included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config
-from forgather_cli.data.loaders.collate import Batch, Counts
+from forgather_cli.data.loaders.collate import Batch, Counts, Position
 from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.data.order import Order
@@ -28,6 +30,7 @@ from forgather_cli.data.tokens import Split
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.inspection.origins import Origins, Place
 from forgather_cli.labels import IGNORED
+from forgather_cli.launch.layout import plan_layout
 
 _BLOCK = 1 << 18  # samples of an order that are looked through at once
 
@@ -84,6 +87,8 @@ class ShownSample:
     parts: list[Excerpt]
     """One for each document."""
     encoder: Side | None = None
+    mixture_source: str | None = None
+    """Of a mixture, the source of its documents."""
 
     @property
     def source(self) -> str | None:
@@ -97,6 +102,7 @@ class ShownSample:
     def document(self) -> dict[str, Any]:
         """For ``--json``."""
         told: dict[str, Any] = {name: getattr(self, name) for name in ("index", "source", "ids", "targets", "pieces")}
+        told |= {"mixture_source": self.mixture_source} if self.mixture_source else {}
         told["documents"] = self.documents
         if self.encoder is not None:
             told["encoder"] = {"ids": self.encoder.ids, "pieces": self.encoder.pieces}
@@ -123,6 +129,13 @@ class Samples:
         self.length = len(dataset) if is_map_style(dataset) else None
         """None of what can only be read in order."""
         self._order = Order(self.length or 0, self._seed, 0, shuffle=split == "train")
+        self._config = config
+        self.sources = {
+            name: Samples(replace(config, data=option), each, split)
+            for name, (option, each) in data.sources.items()
+            if getattr(each, split)
+        }
+        """Of a mixture, by name."""
 
     def read(self, first: int = 0) -> Iterator[ShownSample]:
         """Samples from a number on, through the loader of training. Raises DataError where there is none of it."""
@@ -139,13 +152,15 @@ class Samples:
         number = 0
         if self.length is not None and first < self.length:
             number = first
-            loader.load_state_dict({"epoch": 0, "sample": first})
+            loader.load_state_dict(_moved(self._begin(), first))
         for step in loader if self.length is None or first < self.length else ():
             for batch in step.microbatches:
                 rows = len(next(iter(batch.values())))  # more than one in ready batches of a user's
                 for row in range(rows):
                     if number >= first:
-                        yield self._sample(number, batch, row, step.counts if rows == 1 else None)
+                        counts, after = step.counts if rows == 1 else None, loader.state_dict()
+                        [own] = loader.samples_between(_moved(after, -1), after) or [-1]
+                        yield self._sample(number, batch, row, counts, own)
                     number += 1
         if number <= first:
             count = self.length or number
@@ -182,8 +197,23 @@ class Samples:
 
     # ------------------------------------------------------------------------------------------------------ one sample
 
-    def _sample(self, index: int, batch: Batch, row: int, counts: Counts | None) -> ShownSample:
-        """``counts``: of the row alone, where they are known."""
+    def _begin(self) -> Position:
+        """The position at which a run begins, with what its order depends on."""
+        config, trainer = self._config, self._config.trainer
+        ranks = trainer.shard if trainer.cuts_layers else plan_layout(config).world
+        batch = batch_plan(config, ranks, multiple_of=trainer.n_microbatches).global_batch
+        loader = TrainLoader(self._dataset, global_batch_size=batch, micro_batch_size=1, seed=0, drop_last=False)
+        epochs = math.ceil(max(config.num_train_epochs, 1) * len(loader))
+        loader.settle(loader.state_dict(), 0, config.max_steps if config.max_steps > 0 else epochs)
+        return loader.state_dict()
+
+    def _sample(self, index: int, batch: Batch, row: int, counts: Counts | None, number: int) -> ShownSample:
+        """``counts``: of the row alone, where they are known. ``number``: the dataset's own; -1 of data without."""
+        for name, inner in self.sources.items():
+            assert inner.length is not None
+            if number < inner.length:
+                return replace(inner._sample(index, batch, row, counts, number), mixture_source=name)
+            number -= inner.length
         labels = batch["labels"][row]
         is_target = labels != IGNORED
         mask = batch.get("attention_mask")
@@ -201,7 +231,7 @@ class Samples:
             is_target[:1] = False  # nothing predicts the first token
             num_tokens = len(ids) if counts is None else counts.tokens
         is_token = torch.arange(len(ids)) < num_tokens if mask is None else mask[row] > 0
-        parts = self._parts(index, num_tokens)
+        parts = self._parts(number, num_tokens)
         if parts is None:
             parts = [Excerpt(start) for start in self._starts(ids, None if documents is None else documents[row])]
         starts = np.array([part.start for part in parts])
@@ -227,19 +257,18 @@ class Samples:
             return [0]
         return [0, *((ids[:-1] == end).nonzero().flatten() + 1).tolist()]
 
-    def _parts(self, index: int, num_tokens: int) -> list[Excerpt] | None:
+    def _parts(self, number: int, num_tokens: int) -> list[Excerpt] | None:
         """The documents of a sample by the cache; None where it does not say."""
         dataset = self._dataset
         if isinstance(dataset, PairRows):
-            number, start, found = self._order[index : index + 1][0], 0, []
+            start, found = 0, []
             for pair, length, cut in dataset.pairs(number):
                 found.append(Excerpt(start, self._origins.place(self._split, pair), behind=cut, is_cut=cut > 0))
                 start += length
             return found
         if self._borders is None or not isinstance(dataset, PackedDataset | ConcatDataset):
             return None
-        number, borders = self._order[index : index + 1][0], self._borders
-        spans = [(number * dataset.seq_len, num_tokens)]
+        borders, spans = self._borders, [(number * dataset.seq_len, num_tokens)]
         if isinstance(dataset, PackedDataset):
             spans = dataset.table.pieces(number)
         found, at = [], 0
@@ -269,3 +298,7 @@ class Samples:
         if isinstance(dataset, PackedDataset):
             return dataset.table.rows_with(start, stop)
         return [n for n in range(start // dataset.seq_len, -(-stop // dataset.seq_len)) if n < len(dataset)]
+
+
+def _moved(position: Position, by: int) -> Position:
+    return {key: value + by if key in ("sample", "position") else value for key, value in position.items()}

@@ -50,7 +50,7 @@ def heading_of(part: Excerpt, number: int, sample: ShownSample) -> str:
     what = "decoder" if sample.encoder is not None else "document"
     source = "" if part.place is None else shown(part.source or "")
     begins = f"from its token {part.before:,} on" if part.before else ""
-    return ", ".join(filter(None, (f"{what} {number}", source, begins)))
+    return ", ".join(filter(None, (f"{what} {number}", sample.mixture_source, source, begins)))
 
 
 def _rule(text: str, screen: Console) -> Text:

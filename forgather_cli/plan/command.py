@@ -208,6 +208,7 @@ def _facts(made: RunPlan) -> dict[str, str]:
         "batch": f"{batch}, {_count(made.tokens_per_step)} tokens per step",
         "train split": train if made.vocab_size and made.seq_len else "unknown: your data tells when it is made",
         "steps": steps,
+        **{f"source {each.name}": str(each) for each in made.sources},
         "operations": operations,
         "memory": "unknown",
     }

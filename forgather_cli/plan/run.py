@@ -31,7 +31,7 @@ from forgather_cli.terminal.bars import doing
 if TYPE_CHECKING:
     from torch import nn
 
-    from forgather_cli.data.splits import DataSource
+    from forgather_cli.data.splits import DataSource, SourceUse
     from forgather_cli.trainer.metrics import Flops
 
 
@@ -67,6 +67,8 @@ class RunPlan:
     schedule: str | None = None
     bubble: float | None = None
     """Share of its time that a rank of the pipeline waits, 0 to 1; an estimate."""
+    sources: list[SourceUse] = field(default_factory=list)
+    """Of a mixture, where tokens are cached and ``steps`` is known."""
 
     @property
     def num_parameters(self) -> int:
@@ -100,6 +102,10 @@ def make_plan(config: Config) -> RunPlan:
     vocab_size, num_new = _vocabulary(config, source, counts)
     data_ranks = config.trainer.shard if config.trainer.cuts_layers else world_size
     batch = batch_plan(config, data_ranks, multiple_of=config.trainer.n_microbatches)
+    steps = _steps(config, counts.get("train_samples"), batch.global_batch)
+    if sources := source.uses(counts, steps, batch.global_batch) if steps else []:  # which may all end before
+        rounding = 0 if config.dataloader_drop_last else batch.global_batch - 1
+        steps = (sum(each.sequences for each in sources) + rounding) // batch.global_batch
     made = RunPlan(
         model=config.model.path if isinstance(config.model, Target) else config.model.type,
         vocab_size=vocab_size,
@@ -114,10 +120,11 @@ def make_plan(config: Config) -> RunPlan:
         global_batch=batch.global_batch,
         tokens_per_step=None if seq_len is None else batch.global_batch * (seq_len + decoder_len),
         train_tokens=counts.get("train_tokens"),
-        steps=_steps(config, counts.get("train_samples"), batch.global_batch),
+        steps=steps,
         flops_per_token=None,
         ranks=[],
         checkpoint_bytes=None,
+        sources=sources,
     )
     return made if vocab_size is None else _with_model(made, config, vocab_size, num_new, decoder_len)
 

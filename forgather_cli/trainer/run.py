@@ -121,7 +121,7 @@ _SPLIT_FACTS = ("tokens", "documents", "samples")
 # facts of the data with a place of their own below, or for programs only (identity, and Python's version twice)
 _SHOWN_ELSEWHERE = {
     "type", "tokenizer", "packing", "seq_len", "vocab_size", "row_tokens", "fingerprint", "content", "python",
-    "rules", "formerly", "vocabulary", "fingerprints",
+    "rules", "formerly", "vocabulary", "fingerprints", "order",
 }  # fmt: skip
 
 
@@ -154,6 +154,7 @@ def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any
         "see more": f"forgather data show {name}" if "first_targets" in run.data_description else None,
         "batch": f"{plan.global_batch} sequences{parts}{tokens}",
         "steps": steps,
+        **(run.train_loader.facts if run.train_loader else {}),
         **shares(config, state.max_steps),
         "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
         "device": f"{_device(strategy.device)}, {config.precision.type}, trainer {strategy.name}{ranks}",

@@ -196,6 +196,9 @@ class Share:
 class Unscheduled:
     """Data whose order does not depend on the steps of the run, and which never end for good."""
 
+    facts: Mapping[str, str] = {}
+    """What a run reads of each of several sources, for people."""
+
     def start_of(self, epoch: int, behind: Position) -> Position:
         """The position at the start of an epoch, ``behind`` what was read before."""
         return start_of(epoch)

@@ -8,7 +8,7 @@ another world size or batch size continues with exactly the next sample.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -123,6 +123,11 @@ class TrainLoader:
     def epoch(self) -> int:
         """The epoch that iterating reads."""
         return int(self._position["epoch"])
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """What the run reads of each of several sources, for people; known once it is settled."""
+        return self._data.facts
 
     @property
     def state_is_per_rank(self) -> bool:

@@ -189,7 +189,7 @@ class MapStyleSteps(Unscheduled):
             while left and len(taken) < share.global_batch:
                 epoch, begin = divmod(left[0][0], self._length)
                 count = min(left[0][1] - left[0][0], self._length - begin, share.global_batch - len(taken))
-                taken += [(epoch, sample) for sample in self._order(epoch)[begin : begin + count]]
+                taken += [(epoch, sample) for sample in self._samples(epoch, begin, begin + count)]
                 left[0][0] += count
                 done = left[0][0]
                 if done == left[0][1]:
@@ -215,6 +215,10 @@ class MapStyleSteps(Unscheduled):
             requests = [(epoch, numbers[at : at + size]) for at in range(0, len(numbers), size)]
             yield requests, {"epoch": epoch, "sample": stop}
             start = stop
+
+    def _samples(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Those at positions [start, stop) of an epoch."""
+        return self._order(epoch)[start:stop]
 
     def _order(self, epoch: int) -> Order | LengthGroupedOrder:
         if self._newest_order is None or self._newest_order[0] != epoch:

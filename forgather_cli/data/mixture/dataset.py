@@ -7,6 +7,7 @@ A sample's number is its source's first number plus its index there; B samples, 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ from torch import Tensor
 from forgather_cli.data.cache import digest
 from forgather_cli.data.loaders.collate import Batch, Position, Share, default_collate
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
-from forgather_cli.data.mixture.settings import steps_of
-from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply
+from forgather_cli.data.mixture.settings import MixtureSettings, steps_of
+from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply, exact
 from forgather_cli.data.order import Order, mix
 from forgather_cli.data.samples import one_of
+from forgather_cli.data.splits import SourceUse
 from forgather_cli.distributed import gather
 from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
 from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
@@ -36,6 +38,8 @@ from forgather_cli.labels import LENGTHS
 _BLOCK = 4096  # positions that are dealt at once
 _NUMBERS = "mixture_samples"
 _AHEAD = 16  # steps whose tallies are kept: more than are read before one is trained on
+_MANY = 4  # passes, beyond which data teach ever less (Muennighoff et al. 2023, arXiv:2305.16264)
+_log = logging.getLogger(__name__)
 Ints = NDArray[np.int64]
 
 
@@ -91,6 +95,18 @@ class Shares:
     schedule: Sequence[tuple[float, Mapping[str, Fraction]]]
     """(at, weights)."""
 
+    @classmethod
+    def of(cls, option: MixtureSettings, lengths: Mapping[str, int]) -> Shares:
+        """``lengths``: samples of each source."""
+        supplies: dict[str, Supply] = {}
+        for name, length in lengths.items():
+            given = option.sources[name]
+            samples = min(length, given.max_samples or length)
+            supplies[name] = Supply(samples, given.max_epochs, given.on_exhausted == "stop")
+        typed = {name: source.weight for name, source in option.sources.items() if source.weight is not None}
+        weights = exact(typed or {name: supply.samples for name, supply in supplies.items()})
+        return cls(supplies, weights, [(entry.at, exact(entry.weights)) for entry in option.weight_schedule])
+
     def stretch(self, begin: int, step: int, total: int, batch: int) -> Stretch:
         """From a position on, at which the run is at ``step`` of ``total``, with ``batch`` sequences in each."""
         steps = steps_of([at for at, _ in self.schedule], total)
@@ -98,6 +114,21 @@ class Shares:
             raise DataError(f"data.weight_schedule: at goes back, got the steps {steps}; put them in order")
         entries = [(0, self.weights), *zip(steps, (weights for _, weights in self.schedule), strict=True)]
         return Stretch(begin, self.supplies, [(begin + (at - step) * batch, dict(each)) for at, each in entries])
+
+
+def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, seq_len: int) -> list[SourceUse]:
+    """Of a run that is at ``step`` of ``total`` at a position, with ``batch`` sequences in each step from there on."""
+    last = position + (total - step) * batch
+    counts, places, uses = mixture.counts(last), mixture.places(last), []
+    ends = {name: step - (position - at) // batch for at, name in mixture.ends if at <= last}
+    for name, supply in mixture.stretches[-1].sources.items():
+        number, (epoch, index) = counts[name], places[name]
+        share, passes = number / max(sum(counts.values()), 1), epoch + index / supply.samples
+        uses.append(SourceUse(name, number, number * seq_len, share, passes, ends.get(name)))
+        if supply.max_epochs is None and passes > _MANY:
+            told = "data.sources.%s: is read %.1f times over the run without max_epochs; set it, or lower the weight"
+            _log.warning(told, name, passes)
+    return uses
 
 
 class MixtureDataset(JoinedDataset):
@@ -131,7 +162,7 @@ class MixtureSteps(MapStyleSteps):
         super().__init__(
             sum(supply.samples for supply in data.shares.supplies.values()), share, batches, seed, shuffle=shuffle
         )
-        self._shares = data.shares
+        self._shares, self._seq_len = data.shares, data.seq_len
         self._places = dict(zip(data.names, zip(data.firsts.tolist(), data.sizes, strict=False), strict=True))
         """(first number, size) of each source."""
         self._known: tuple[list[Any], Mixture] | None = None
@@ -144,8 +175,6 @@ class MixtureSteps(MapStyleSteps):
 
     def check(self, state: Position) -> None:
         """Raise FieldError for what is no position of a mixture, DataError for one that cannot be resumed from."""
-        if "ranges" in state:
-            raise DataError("callbacks.diloco: shares out samples by number, which data=mixture has not learned yet")
         if "position" not in state and "stretches" not in state:  # of whoever counts the samples of epochs
             return
         check_fields(state, {"position": COUNT, "stretches": list_of(object_of(ANYTHING))})
@@ -157,29 +186,35 @@ class MixtureSteps(MapStyleSteps):
             raise FieldError(f"stretches begin at {begins}, and position is {state['position']}")
 
     def start_of(self, epoch: int, behind: Position) -> Position:
+        if "ranges" in behind:
+            return super().start_of(epoch, behind)
         return {**behind, "epoch": epoch, "sample": 0}
 
     def settled(self, position: Position, step: int, total: int) -> Position:
+        if "ranges" in position:  # what stands there follows from the settings alone
+            return position
         at, known = position.get("position", 0), position.get("stretches", [])
         new = self._shares.stretch(at, step, total or len(self), self._share.global_batch)
+        mixture = self._mixture(known) if known else Mixture([new])
         if known:
-            mixture = self._mixture(known)
             last = mixture.stretches[-1]
             constant = len(last.weights) == len(new.weights) == 1
             old, now = ([each for _, each in one.weights] if constant else one.weights for one in (last, new))
-            if old == now and last.sources == new.sources:
-                return position
-            mixture = mixture.appended(new)
-        else:
-            mixture = Mixture([new])
-        if not known and mixture.end is not None and mixture.end < self._share.global_batch and self._share.drop_last:
+            if old != now or last.sources != new.sources:
+                mixture = mixture.appended(new)
+        elif mixture.end is not None and mixture.end < self._share.global_batch and self._share.drop_last:
             raise DataError(
                 f"global_batch_size: {self._share.global_batch} sequences per step, but the sources end after "
                 f"{mixture.end}; lower it, or set dataloader_drop_last=false"
             )
+        if total and not self.facts:
+            uses = uses_of(mixture, at, step, total, self._share.global_batch, self._seq_len)
+            self.facts = {f"source {each.name}": str(each) for each in uses}
         return {**position, "position": at, "stretches": [stretch.state() for stretch in mixture.stretches]}
 
     def steps_left(self, position: Position) -> int | None:
+        if "ranges" in position:
+            return None
         end = self._mixture(position["stretches"]).end
         return (
             None if end is None else self._share.num_steps(max(end - position["position"], 0), self._share.global_batch)
@@ -236,9 +271,17 @@ class MixtureSteps(MapStyleSteps):
 
     def between(self, start: Position, stop: Position) -> list[int] | None:
         """As of all data; None too where a source is gone."""
+        if "ranges" in start or "ranges" in stop:
+            return None
         mixture = self._mixture(stop["stretches"])
         there = set(mixture.names) <= self._places.keys()
         return self._numbers(mixture, start["position"], stop["position"]) if there else None
+
+    def _samples(self, epoch: int, start: int, stop: int) -> list[int]:
+        """Of ranges, whose numbers are positions."""
+        stretch = self._shares.stretch(0, 0, len(self), self._share.global_batch)
+        first = epoch * self._length
+        return self._numbers(self._mixture([stretch.state()]), first + start, first + stop)
 
     def _numbers(self, mixture: Mixture, begin: int, end: int) -> list[int]:
         """Of the samples at positions [begin, end)."""

@@ -140,13 +140,22 @@ class MixtureSettings(DataSettings):
             if not re.fullmatch(r"[\w-]+", name):
                 yield f"data.sources: a name has letters, digits, - and _, got {name!r}; rename it"
             elif not isinstance(self.sources[name], Target) and self.sources[name].is_stream:
-                yield f"data.sources.{name}.streaming: sources are read by number, got true; set streaming=false"
+                yield f"data.sources.{name}.streaming: streams as sources are not there yet, got true; leave it out"
         have = [name for name in names if self.sources[name].weight is not None]
         if have and len(have) < len(names):
             without = next(name for name in names if name not in have)
             yield (
                 f"data.sources.{without}.weight: is left out, but {have[0]} has one; give each source a weight, or none"
             )
+        if config.callbacks.diloco is not None:
+            if self.weight_schedule:
+                yield "data.weight_schedule: is not there yet under callbacks.diloco, got one; leave it out"
+            sources = self.sources.values()
+            if all(each.max_epochs for each in sources) or any(each.on_exhausted == "stop" for each in sources):
+                yield (
+                    "data.sources: an end of all is not there yet under callbacks.diloco, got max_epochs; leave it out "
+                    "of one source, and on_exhausted=stop out of all"
+                )
         ats = [entry.at for entry in self.weight_schedule]
         if config.max_steps > 0 and (steps := steps_of(ats, config.max_steps)) != sorted(steps):
             yield f"data.weight_schedule: at goes back, got {', '.join(f'{at:g}' for at in ats)}; put them in order"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -12,8 +12,8 @@ from forgather_cli.config.schema import Target
 from forgather_cli.data.build import source_of
 from forgather_cli.data.cache import Cache, NotCached, digest
 from forgather_cli.data.mixture.settings import MixtureSettings
-from forgather_cli.data.mixture.stretches import Supply, exact
-from forgather_cli.data.splits import DataSource, DataSplits
+from forgather_cli.data.mixture.stretches import Mixture
+from forgather_cli.data.splits import DataSource, DataSplits, SourceUse
 from forgather_cli.data.text.tokenize import kept_tokenizer, trained_bpe
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS
@@ -32,14 +32,7 @@ class MixtureSource(DataSource[MixtureSettings]):
             with _told_of(name, option.sources[name]):
                 made[name] = source.load(cache)
                 _check_like_others(made[name], tokenizer, option.seq_len)
-        supplies: dict[str, Supply] = {}
-        for name, splits in made.items():
-            given, length = option.sources[name], len(splits.train)
-            samples = min(length, given.max_samples or length)
-            supplies[name] = Supply(samples, given.max_epochs, given.on_exhausted == "stop")
-        typed = {name: source.weight for name, source in option.sources.items() if source.weight is not None}
-        weights = exact(typed or {name: supply.samples for name, supply in supplies.items()})
-        shares = Shares(supplies, weights, [(entry.at, exact(entry.weights)) for entry in option.weight_schedule])
+        shares = Shares.of(option, {name: len(splits.train) for name, splits in made.items()})
         evaluation = {
             name: splits.eval for name, splits in made.items() if splits.eval is not None and len(splits.eval)
         }
@@ -47,15 +40,17 @@ class MixtureSource(DataSource[MixtureSettings]):
         for key in (f"{split}_{count}" for split in SPLITS for count in _COUNTS):
             counts: list[Any] = [splits.description.get(key) for splits in made.values()]
             description |= {key: sum(counts)} if None not in counts else {}
-        description["train_samples"] = sum(supply.samples for supply in supplies.values())
-        description["fingerprints"] = {name: splits.fingerprint for name, splits in made.items()}
+        description["train_samples"] = sum(supply.samples for supply in shares.supplies.values())
+        prints = description["fingerprints"] = {name: splits.fingerprint for name, splits in made.items()}
+        description["order"] = digest([prints, repr(shares.supplies), repr(sorted(shares.weights.items()))])
         return DataSplits(
             MixtureDataset({name: splits.train for name, splits in made.items()}, option.seq_len, shares),
             JoinedDataset(evaluation, option.seq_len) if evaluation else None,
             tokenizer,
-            digest(["mixture", description["fingerprints"]]),
+            digest(["mixture", prints]),
             option.seq_len,
             description,
+            sources={name: (option.option(name), splits) for name, splits in made.items()},
         )
 
     def counts(self) -> dict[str, int | None] | None:
@@ -71,10 +66,20 @@ class MixtureSource(DataSource[MixtureSettings]):
             most = self.option.sources[name].max_samples
             if most is not None and (samples := counts["train_samples"]) is not None:
                 counts["train_samples"] = min(samples, most)
+            known[f"train_samples/{name}"] = counts["train_samples"]
             for key, count in counts.items():
                 before = 0 if key == "vocab_size" else known.get(key, 0)
                 known[key] = None if before is None or count is None else before + count
         return known
+
+    def uses(self, counts: Mapping[str, int | None], steps: int, global_batch: int) -> list[SourceUse]:
+        from forgather_cli.data.mixture.dataset import Shares, uses_of
+
+        lengths = {name: length for name in self.option.sources if (length := counts.get(f"train_samples/{name}"))}
+        if len(lengths) < len(self.option.sources):
+            return []
+        mixture = Mixture([Shares.of(self.option, lengths).stretch(0, 0, steps, global_batch)])
+        return uses_of(mixture, 0, 0, steps, global_batch, self.option.seq_len)
 
     def vocabulary(self) -> tuple[int | None, int]:
         chats = [name for name, source in self.option.sources.items() if source.is_chats]
