@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
-from forgather_cli.labels import TASKS, label_shift
+from forgather_cli.labels import SOURCES, TASKS, label_shift
 from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.loss.model_io import MISFITS, model_kwargs
+from forgather_cli.loss.named_sums import NamedSums
 
 
 class Loss(ABC):
@@ -23,6 +24,10 @@ class Loss(ABC):
 
     eval_metrics: EvalMetrics | None = None
     """Set by an evaluation that counts more than the loss."""
+    sums: NamedSums | None = None
+    """Set by a training that logs more than the loss."""
+    sums_rows: bool = False
+    """It adds its values to ``sums`` row by row, where these are told apart; else it gives one sum of all."""
     is_likelihood: bool = False
     """True if the sum is the negative log-likelihood in nats, and nothing is added to it."""
     is_separable: bool = True
@@ -112,6 +117,8 @@ class ModelWithLoss(nn.Module):
             raise ModelError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
         if self.loss.eval_metrics is not None:
             self.loss.eval_metrics.task_ids = batch.get(TASKS)
+        if self.loss.sums is not None:
+            self.loss.sums.places = batch.get(SOURCES) if torch.is_grad_enabled() else None
         return self.loss.total(self.model, model_kwargs(batch), labels, step_targets)
 
     def evaluate(self, batch: dict[str, Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,9 +44,11 @@ class Counts(NamedTuple):
     decoder_positions: int = 0
     num_bytes: int = 0
     """Of text that the targets stand for; 0 where nobody can tell."""
+    by_source: Sequence[int] = ()
+    """Tokens of each source of a mixture."""
 
     @classmethod
-    def of(cls, microbatches: list[Batch], token_bytes: Tensor | None = None) -> Counts:
+    def of(cls, microbatches: list[Batch], token_bytes: Tensor | None = None, by_source: Sequence[int] = ()) -> Counts:
         """Of one rank's share, which is left without ``labels.LENGTHS``. Raises DataError for a batch without usable
         labels. ``token_bytes``: see ``labels.bytes_of``.
         """
@@ -75,7 +77,9 @@ class Counts(NamedTuple):
             samples += rows
             positions += rows * (length + decoded)
             decoder_positions += rows * decoded
-        return cls(targets, tokens, squares, samples, decoder_tokens, positions, decoder_positions, num_bytes)
+        return cls(
+            targets, tokens, squares, samples, decoder_tokens, positions, decoder_positions, num_bytes, by_source
+        )
 
 
 @dataclass(frozen=True)
@@ -194,6 +198,17 @@ class Share:
 
 class Unscheduled:
     """Data whose order does not depend on the steps of the run, and which never end for good."""
+
+    sources: Sequence[str] = ()
+    """Of a mixture."""
+
+    def tokens_of(self, batches: list[Batch], keep: bool) -> list[int]:
+        """Tokens of each source, of batches that may ``keep`` what says of which their rows are."""
+        return []
+
+    def passes(self, position: Position) -> dict[str, float]:
+        """How often each source has been read before a position."""
+        return {}
 
     def start_of(self, epoch: int, behind: Position) -> Position:
         """The position at the start of an epoch, ``behind`` what was read before."""

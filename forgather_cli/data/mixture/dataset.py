@@ -24,7 +24,7 @@ from forgather_cli.data.order import Order
 from forgather_cli.data.samples import one_of
 from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
 from forgather_cli.errors import DataError
-from forgather_cli.labels import LENGTHS
+from forgather_cli.labels import LENGTHS, SOURCES
 
 _BLOCK = 4096  # positions that are dealt at once
 Ints = NDArray[np.int64]
@@ -46,6 +46,12 @@ class JoinedDataset:
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
+    @property
+    def parts_by_source(self) -> dict[str, range]:
+        """The numbers of each source's samples, for evaluation."""
+        places = zip(self.names, self.firsts.tolist(), self.sizes, strict=False)
+        return {name: range(first, first + size) for name, first, size in places}
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return one_of(self, index)
 
@@ -57,7 +63,7 @@ class JoinedDataset:
             read = self._read(int(source), (np.asarray(numbers)[rows] - self.firsts[source]).tolist())
             for key, value in read.items():
                 batch[key][torch.from_numpy(rows)] = value
-        return batch
+        return {**batch, SOURCES: torch.from_numpy(owners)}
 
     def _read(self, source: int, indices: list[int]) -> Batch:
         dataset = self._sources[source]
@@ -119,7 +125,7 @@ class MixtureSteps(MapStyleSteps):
         super().__init__(
             sum(supply.samples for supply in data.shares.supplies.values()), share, batches, seed, shuffle=shuffle
         )
-        self._shares = data.shares
+        self._shares, self.sources = data.shares, data.names
         self._places = dict(zip(data.names, zip(data.firsts.tolist(), data.sizes, strict=False), strict=True))
         """(first number, size) of each source."""
         self._known: tuple[list[Any], Mixture] | None = None
@@ -169,6 +175,19 @@ class MixtureSteps(MapStyleSteps):
         return (
             None if end is None else self._share.num_steps(max(end - position["position"], 0), self._share.global_batch)
         )
+
+    def tokens_of(self, batches: list[Batch], keep: bool) -> list[int]:
+        counts = torch.zeros(len(self.sources), dtype=torch.int64)
+        for batch in batches:
+            owners = batch[SOURCES] if keep else batch.pop(SOURCES)
+            lengths = batch.get(LENGTHS, torch.tensor(batch["input_ids"].shape[1]))
+            counts.index_add_(0, owners, lengths.expand(len(owners)))
+        return counts.tolist()
+
+    def passes(self, position: Position) -> dict[str, float]:
+        mixture = self._mixture(position["stretches"])
+        places, last = mixture.places(position["position"]), mixture.stretches[-1].sources
+        return {name: places[name][0] + places[name][1] / last[name].samples for name in self.sources}
 
     def _mixture(self, stretches: list[Any]) -> Mixture:
         if self._known is None or (self._known[0] is not stretches and self._known[0] != stretches):

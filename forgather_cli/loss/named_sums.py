@@ -1,0 +1,28 @@
+"""What is logged of training beside the loss: sums by name, each with what it is divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class NamedSums:
+    """This rank's shares since the last log, on the device; a loss adds to them, and the log sums those of all ranks.
+
+    Legend: K names, B sequences, T tokens.
+    """
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = names
+        self.table = torch.zeros((2, len(names)), dtype=torch.float64, device=device)
+        """(2, K): sums, and what they are divided by."""
+        self.places: Tensor | None = None
+        """(B,): which name each row of the batch that comes next belongs to; None: its rows are not told apart."""
+
+    def add_rows(self, values: Tensor, counted: Tensor) -> None:
+        """``values`` (B * T,) of a batch's positions, to be divided by the number of those that are ``counted``."""
+        assert self.places is not None
+        sums = torch.stack([values, counted.to(values.dtype)]).view(2, len(self.places), -1).sum(-1)
+        self.table.index_add_(1, self.places, sums.to(self.table.dtype))
