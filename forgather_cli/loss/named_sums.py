@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 
+@dataclass
 class NamedSums:
     """This rank's shares since the last log, on the device; a loss adds to them, and the log sums those of all ranks.
 
     Legend: K names, B sequences, T tokens.
     """
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = names
-        self.table = torch.zeros((2, len(names)), dtype=torch.float64, device=device)
-        """(2, K): sums, and what they are divided by."""
-        self.places: Tensor | None = None
-        """(B,): which name each row of the batch that comes next belongs to; None: its rows are not told apart."""
+    names: Sequence[str]
+    table: Tensor
+    """(2, K) float64: sums, and what they are divided by."""
+    places: Tensor | None = None
+    """(B,): which name each row of the batch that comes next belongs to; None: its rows are not told apart."""
 
     def add_rows(self, values: Tensor, counted: Tensor) -> None:
         """``values`` (B * T,) of a batch's positions, to be divided by the number of those that are ``counted``."""

@@ -16,14 +16,9 @@ from forgather_cli.loss.named_sums import NamedSums
 
 
 def cross_entropy_sum(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    shift: int = 1,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
+    logits: Tensor, labels: Tensor, *, shift: int = 1, z_loss: float = 0.0, label_smoothing: float = 0.0,
     sums: NamedSums | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Sum over targets, 0-dim fp32, of cross entropy of ``logits`` (B, T, V) with ``labels`` (B, T), which stand
     ``shift`` positions behind those that predict them.
 

@@ -65,21 +65,21 @@ class TrainMetrics:
         norms_differ: bool = False,
         may_overflow: bool = False,
         sources: Sequence[str] = (),
-        sums: NamedSums | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         """``norms_differ``: ranks have gradient norms of their own, whose mean square is logged. ``may_overflow``: the
-        number of ``skipped_steps`` is logged. ``sources``: of a mixture; ``sums``: what a loss adds to.
+        number of ``skipped_steps`` is logged. ``sources``: of a mixture; ``names``: of sums that a loss adds to.
         """
         self._world, self._norms_differ, self._flops = world, norms_differ, flops
         self._skip_steps = skip_steps  # steps of this process whose times are not counted (compilation, warm-up)
         # float64: a sum of 1000 losses weighted by targets keeps more digits than one fp32 loss has
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._norm_square_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._shared = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device)
+        self.named = NamedSums(names, self._shared[:-2].view(2, len(names)))
+        self._loss_sum, self._norm_square_sum = self._shared[-2], self._shared[-1]
+        self._sources, self._by_source = sources, Counter[str]()  # tokens
         self._norm_max = torch.zeros((), device=device)
         self._losses: list[tuple[Tensor, int]] = []  # not in the sums yet, with their targets
         self._norms: list[Tensor] = []
-        self._sources, self._sums = sources, sums
-        self._by_source = Counter[str]()  # tokens
         self._steps = self._targets = self._tokens = self._decoder_tokens = 0
         self._num_bytes: int | None = 0  # of the targets; None: not known of this interval
         self._skipped = 0  # of the interval's steps
@@ -172,9 +172,7 @@ class TrainMetrics:
     def read(self) -> tuple[dict[str, float], Interval]:
         """Collective. Close the interval: the one point where metrics reach the host. Returns (logs, interval)."""
         self._add_up()
-        sums = torch.stack([self._loss_sum, self._norm_square_sum, self._norm_max.double()])
-        if self._sums is not None:
-            sums = torch.cat([self._sums.table.flatten(), sums])
+        sums = torch.cat([self._shared, self._norm_max.double()[None]])
         if self._world.group is not None:
             shared = len(sums) - (1 if self._norms_differ else 2)
             sums[:shared] = distributed.all_sum(sums[:shared].clone(), self._world.group)
@@ -207,17 +205,15 @@ class TrainMetrics:
             logs["encoder_tokens"] = self._tokens - self._decoder_tokens
             logs["decoder_tokens"] = self._decoder_tokens
         logs |= {f"tokens/{name}": self._by_source[name] for name in self._sources}
-        if self._sums is not None:
-            parts = zip(self._sums.names, named, named[len(self._sums.names) :], strict=False)
-            logs |= {name: total / count for name, total, count in parts if count}
-            self._sums.table.zero_()
-        self._by_source.clear()
+        parts = zip(self.named.names, named, named[len(self.named.names) :], strict=False)
+        logs |= {name: total / count for name, total, count in parts if count}
         if interval.steps:
             logs["tok_per_sec"] = interval.tokens / interval.active_seconds
             logs["step_time"] = interval.active_seconds / interval.steps
             logs["data_time"] = interval.data_seconds / interval.steps
-        for tensor in (self._loss_sum, self._norm_square_sum, self._norm_max):
-            tensor.zero_()
+        for kept in (self._shared, self._norm_max):
+            kept.zero_()
+        self._by_source.clear()
         self._steps = self._targets = self._tokens = self._decoder_tokens = self._num_bytes = self._skipped = 0
         self.restart_clock()
         return logs, interval
@@ -244,25 +240,20 @@ class TrainMetrics:
         group = self._world.group
         if group is None:
             return
-        distributed.all_sum(self._loss_sum, group)
-        if self._sums is not None:
-            distributed.all_sum(self._sums.table, group)
+        distributed.all_sum(self._shared[:-1], group)
         self._keep_on_rank_0()
         if self._norms_differ:
             distributed.all_sum(self._norm_square_sum, group).div_(self._world.size)
 
     def _keep_on_rank_0(self) -> None:
         if self._world.rank != 0:
-            self._loss_sum.zero_()
-            if self._sums is not None:
-                self._sums.table.zero_()
+            self._shared[:-1].zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Of rank 0 after ``fold``, of all ranks."""
-        named = {} if self._sums is None else dict(zip(self._sums.names, self._sums.table.cpu().unbind(1), strict=True))
-        by_name = {"by_source": dict(self._by_source), "sums": named} if self._sources or named else {}
+        named = {name: self.named.table[:, place].cpu() for place, name in enumerate(self.named.names)}
         return {
-            **by_name,
+            **({"by_source": dict(self._by_source), "named": named} if self._sources or named else {}),
             "loss_sum": self._loss_sum.cpu(),
             "norm_square_sum": self._norm_square_sum.cpu(),
             "norm_max": self._norm_max.cpu(),
@@ -282,9 +273,8 @@ class TrainMetrics:
         check_fields(state, _KINDS, "metrics")
         self._losses, self._norms = [], []
         self._loss_sum.copy_(state["loss_sum"])
-        if self._sums is not None:
-            for place, name in enumerate(self._sums.names):
-                self._sums.table[:, place] = state.get("sums", {}).get(name, 0.0)
+        for place, name in enumerate(self.named.names):
+            self.named.table[:, place] = state.get("named", {}).get(name, 0.0)
         self._by_source = Counter(state.get("by_source", {}))
         self._keep_on_rank_0()
         self._norm_square_sum.copy_(state["norm_square_sum"])

@@ -21,13 +21,11 @@ from forgather_cli.callbacks.base import BuiltIn, CallbackList, TrainerControl, 
 from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config
 from forgather_cli.data.loaders.collate import Step
-from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.data.text.auto_tokenizer import warn_of_other_ids
 from forgather_cli.distributed import clip_grad_norm, cpu_group, gather, world
 from forgather_cli.errors import PartError
 from forgather_cli.hardware import kernels_in_order, shadowed_cudnn
 from forgather_cli.launch.exit_status import ExitStatus
-from forgather_cli.loss.named_sums import NamedSums
 from forgather_cli.models.attention import kernels_of
 from forgather_cli.models.parts import trainable_parameters
 from forgather_cli.precision.dtypes import compute_dtype
@@ -224,7 +222,6 @@ class Loop:
 
         # data, optimizer and metrics, as of step 0
         run.train_loader = self._hooks.make_train_loader()
-        run.sync.num_sources = len(run.train_loader.sources)
         sync = None if run.cpu_group is None else run.sync
         run.epochs = Epochs(
             config, state, run.control, run.train_loader, sync=sync, save_done=lambda: self.checkpoints.is_done
@@ -232,11 +229,21 @@ class Loop:
         run.epochs.update_max_steps()
         self._hooks.make_optimizer(state.max_steps or None)
         self._parameters = [p for _, p in trainable_parameters(strategy.parts)]  # once where two parts share one
+        names: list[str] = []
+        if (mixture := run.train_loader.mixture) is not None:
+            run.sync.num_sources = len(mixture.names)
+            mixture.keeps_sources = getattr(self._loss, "sums_rows", False) and not strategy.sums_whole
+            if mixture.keeps_sources:
+                names = [f"loss/{name}" for name in mixture.names]
+            elif run.world.rank == 0:
+                log.info("loss/NAME is not logged: this loss, or this trainer, gives one sum of all sources")
         run.metrics = TrainMetrics(
             strategy.device, run.world, config.speed_metrics_start_step, Flops.of(strategy.parts, run.cpu_group),
-            norms_differ=run.ranks_differ, may_overflow=run.scaler is not None, sources=run.train_loader.sources,
-            sums=self._sums_by_source(run.train_loader),
+            norms_differ=run.ranks_differ, may_overflow=run.scaler is not None, names=names,
+            sources=() if mixture is None else mixture.names,
         )  # fmt: skip
+        if self._loss is not None:
+            self._loss.sums = run.metrics.named if names else None
 
         # as of the checkpoint
         self.checkpoints.own = self._hooks.own_components()
@@ -250,19 +257,6 @@ class Loop:
         self._step_end = StepEnd(run, self.checkpoints, self._recovery, self._hooks, can_evaluate=can_evaluate)
         for part in strategy.parts:
             part.train()
-
-    def _sums_by_source(self, loader: TrainLoader) -> NamedSums | None:
-        """What the loss adds its values by source to, if it can; who logs by source is told where it cannot."""
-        sums = None
-        if loader.sources:
-            loader.keeps_sources = self._loss is not None and self._loss.sums_rows and not self.run.strategy.sums_whole
-            if loader.keeps_sources:
-                sums = NamedSums([f"loss/{name}" for name in loader.sources], self.run.strategy.device)
-            elif self.run.world.rank == 0:
-                log.info("the loss of each source is not logged: this loss or strategy gives one sum of all")
-        if self._loss is not None:
-            self._loss.sums = sums
-        return sums
 
     def _train_epoch(self) -> None:
         """Steps until the data or the epoch ends, or training does; then the work that is due once per epoch."""

@@ -48,7 +48,7 @@ class Counts(NamedTuple):
     """Tokens of each source of a mixture."""
 
     @classmethod
-    def of(cls, microbatches: list[Batch], token_bytes: Tensor | None = None, by_source: Sequence[int] = ()) -> Counts:
+    def of(cls, microbatches: list[Batch], token_bytes: Tensor | None = None) -> Counts:
         """Of one rank's share, which is left without ``labels.LENGTHS``. Raises DataError for a batch without usable
         labels. ``token_bytes``: see ``labels.bytes_of``.
         """
@@ -77,9 +77,7 @@ class Counts(NamedTuple):
             samples += rows
             positions += rows * (length + decoded)
             decoder_positions += rows * decoded
-        return cls(
-            targets, tokens, squares, samples, decoder_tokens, positions, decoder_positions, num_bytes, by_source
-        )
+        return cls(targets, tokens, squares, samples, decoder_tokens, positions, decoder_positions, num_bytes)
 
 
 @dataclass(frozen=True)
@@ -199,16 +197,8 @@ class Share:
 class Unscheduled:
     """Data whose order does not depend on the steps of the run, and which never end for good."""
 
-    sources: Sequence[str] = ()
-    """Of a mixture."""
-
-    def tokens_of(self, batches: list[Batch], keep: bool) -> list[int]:
-        """Tokens of each source, of batches that may ``keep`` what says of which their rows are."""
-        return []
-
-    def passes(self, position: Position) -> dict[str, float]:
-        """How often each source has been read before a position."""
-        return {}
+    mixture: Any = None
+    """What tells of the sources of a mixture (``data.mixture.dataset.MixtureSteps``)."""
 
     def start_of(self, epoch: int, behind: Position) -> Position:
         """The position at the start of an epoch, ``behind`` what was read before."""

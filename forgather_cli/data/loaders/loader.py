@@ -117,8 +117,7 @@ class TrainLoader:
                 dispatch=dispatch is not False,
             )
         self._position = start_of(0)
-        self.sources, self.keeps_sources = self._data.sources, False
-        """Of a mixture; whether batches say of which their rows are."""
+        self.mixture: Any = self._data.mixture
 
     @property
     def epoch(self) -> int:
@@ -149,8 +148,9 @@ class TrainLoader:
         for number, (batches, position) in enumerate(self._data.read(self._position)):
             if number < _CHECKED_STEPS and self._vocab_size is not None:
                 _check_ids(batches, self._vocab_size, labels_too=self._labels_are_ids)
-            by_source = self._data.tokens_of(batches, self.keeps_sources) if self.sources else ()
-            yield batches, (Counts.of(batches, self._token_bytes, by_source), position)
+            by_source = self.mixture and self.mixture.tokens_of(batches)
+            counts = Counts.of(batches, self._token_bytes)
+            yield batches, (counts._replace(by_source=by_source) if by_source else counts, position)
 
     def set_epoch(self, epoch: int, behind: Position | None = None) -> None:
         """Go to the start of ``epoch``, ``behind`` the data that training has read; if it is the present one, keep the
@@ -173,10 +173,6 @@ class TrainLoader:
     def steps_left(self, position: Position) -> int | None:
         """Steps from a position to where the data end for good; None where they never do."""
         return self._data.steps_left(position)
-
-    def passes(self, position: Position) -> dict[str, float]:
-        """How often each source of a mixture has been read before a position."""
-        return self._data.passes(position)
 
     def state_dict(self) -> Position:
         """The position after the last step that was yielded; data read ahead do not count."""

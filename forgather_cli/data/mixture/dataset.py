@@ -125,7 +125,8 @@ class MixtureSteps(MapStyleSteps):
         super().__init__(
             sum(supply.samples for supply in data.shares.supplies.values()), share, batches, seed, shuffle=shuffle
         )
-        self._shares, self.sources = data.shares, data.names
+        self._shares, self.names, self.keeps_sources, self.mixture = data.shares, data.names, False, self
+        """``keeps_sources``: batches say of which source their rows are."""
         self._places = dict(zip(data.names, zip(data.firsts.tolist(), data.sizes, strict=False), strict=True))
         """(first number, size) of each source."""
         self._known: tuple[list[Any], Mixture] | None = None
@@ -176,18 +177,20 @@ class MixtureSteps(MapStyleSteps):
             None if end is None else self._share.num_steps(max(end - position["position"], 0), self._share.global_batch)
         )
 
-    def tokens_of(self, batches: list[Batch], keep: bool) -> list[int]:
-        counts = torch.zeros(len(self.sources), dtype=torch.int64)
+    def tokens_of(self, batches: list[Batch]) -> list[int]:
+        """Tokens of each source."""
+        counts = torch.zeros(len(self.names), dtype=torch.int64)
         for batch in batches:
-            owners = batch[SOURCES] if keep else batch.pop(SOURCES)
+            owners = batch[SOURCES] if self.keeps_sources else batch.pop(SOURCES)
             lengths = batch.get(LENGTHS, torch.tensor(batch["input_ids"].shape[1]))
             counts.index_add_(0, owners, lengths.expand(len(owners)))
         return counts.tolist()
 
     def passes(self, position: Position) -> dict[str, float]:
+        """How often each source has been read before a position."""
         mixture = self._mixture(position["stretches"])
         places, last = mixture.places(position["position"]), mixture.stretches[-1].sources
-        return {name: places[name][0] + places[name][1] / last[name].samples for name in self.sources}
+        return {name: places[name][0] + places[name][1] / last[name].samples for name in self.names}
 
     def _mixture(self, stretches: list[Any]) -> Mixture:
         if self._known is None or (self._known[0] is not stretches and self._known[0] != stretches):

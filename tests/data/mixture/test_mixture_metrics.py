@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from mixing import QUIET, config, data, write_files
+from mixing import QUIET, config, data, loader, write_files
 from program import forgather
 from ranks import run_ranks
 from tiny import metrics
@@ -21,6 +21,10 @@ from forgather_cli.data.build import load_data
 from forgather_cli.data.loaders.loader import EvalLoader
 from forgather_cli.data.mixture.stretches import Mixture, Stretch
 from forgather_cli.labels import IGNORED, SOURCES
+from forgather_cli.pictures.curves import Look, draw_curves
+from forgather_cli.pictures.style import drawing
+from forgather_cli.run_dir import RunDir
+from forgather_cli.runs.summary import summarize
 
 NAMES = ("code", "notes", "prose")
 
@@ -100,7 +104,6 @@ def test_sums_by_source_are_plain_pytorchs(ranks: int, smoothing: float, killed:
         assert log["tokens"] == sum(log[f"tokens/{name}"] for name in NAMES)
         dealt = {name: n - mixture.counts(24 * number)[name] for name, n in mixture.counts(24 * number + 24).items()}
         assert log["tokens/prose"] == 32 * dealt["prose"]
-        assert 0 < log["tokens/notes"] < 32 * dealt["notes"]  # without its padding
         sizes = {name: mixture.stretches[0].sources[name].samples for name in NAMES}
         for name in NAMES:
             assert log[f"epoch/{name}"] == pytest.approx(mixture.counts(24 * number + 24)[name] / sizes[name])
@@ -109,9 +112,11 @@ def test_sums_by_source_are_plain_pytorchs(ranks: int, smoothing: float, killed:
 def test_a_loss_that_gives_one_sum_is_not_logged_by_source(capfd: pytest.CaptureFixture[str]) -> None:
     words = [*QUIET, "loss=linear_cross_entropy", "max_steps=2", "data.weight_schedule=[]"]
     assert forgather("train", "mix.yaml", *words, "output_dir=run") == 0
-    assert capfd.readouterr().out.count("the loss of each source is not logged") == 1
+    assert capfd.readouterr().err.count("loss/NAME is not logged") == 1
     first = metrics("run")[0]
-    assert {name for name in first if "/" in name} == {f"{each}/{name}" for each in ("tokens", "epoch") for name in NAMES}
+    assert {name for name in first if "/" in name} == {
+        f"{each}/{name}" for each in ("tokens", "epoch") for name in NAMES
+    }
 
 
 def test_a_pipeline_logs_tokens_once_and_evaluates_by_source() -> None:
@@ -172,6 +177,20 @@ def test_batches_of_evaluation_hold_one_source() -> None:
             assert [len(each) for each in ranks] == [sum(1 for _ in each) for each in ranks]
 
 
+def test_padding_is_no_token() -> None:
+    chats = "+data.sources.chats={type: instruct, files: [chats.jsonl], packing: pad, weight: 2}"
+    dataset = data(chats, "+data.chat_template=chatml", "data.weight_schedule=[]", "seq_len=128").train
+    made = loader(dataset, 8, 4)
+    made.settle(made.state_dict(), 0, 9)
+    step = next(iter(made))
+    of = dict(zip(made.mixture.names, step.counts.by_source, strict=True))
+    assert sum(of.values()) == step.counts.tokens
+    places = [made.mixture._mixture(made.state_dict()["stretches"]).at(p)[0] for p in range(8)]
+    assert 0 < of["chats"] < 128 * places.count("chats")
+    assert of["prose"] == 128 * places.count("prose")
+    assert not any(SOURCES in batch for batch in step.microbatches)
+
+
 def test_what_is_shown() -> None:
     words = [*QUIET, "max_steps=4", "eval_steps=4", "logging_steps=2"]
     assert forgather("train", "mix.yaml", *words, "callbacks=default", "callbacks.textgen=null", "output_dir=run",
@@ -180,7 +199,17 @@ def test_what_is_shown() -> None:
     for name in NAMES:
         assert {f"train/loss/{name}", f"train/tokens/{name}", f"train/epoch/{name}", f"eval/loss/{name}"} <= {*curves}
     log = Path("run/logs/rank-0.log").read_text()
-    assert "loss/prose" in log
+    last, evaluation = (each for each in metrics("run")[-3:] if "loss/prose" in each or "eval_loss/prose" in each)
+    assert f"loss/prose {last['loss/prose']:.4f}" in log
+    assert f"loss/prose {evaluation['eval_loss/prose']:.4g}" in log
+    found = summarize(RunDir(Path("run"))).sources
+    assert found["prose"] == {
+        "tokens": sum(each.get("tokens/prose", 0) for each in metrics("run")), "epoch": last["epoch/prose"],
+        "loss": last["loss/prose"], "eval_loss": evaluation["eval_loss/prose"],
+    }  # fmt: skip
+    with drawing():
+        titles = [axes.get_title() for axes in draw_curves([RunDir(Path("run"))], Look()).get_axes()]
+    assert {f"loss/{name}" for name in NAMES} <= {*titles}
 
 
 def test_without_a_mixture_nothing_new_is_logged() -> None:
