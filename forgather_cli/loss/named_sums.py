@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +20,10 @@ class NamedSums:
     names: Sequence[str]
     table: Tensor
     """(2, K) float64: sums, and what they are divided by."""
-    places: Tensor | None = None
+    places: Any = None
     """(B,): which name each row of the batch that comes next belongs to; None: its rows are not told apart."""
 
     def add_rows(self, values: Tensor, counted: Tensor) -> None:
         """``values`` (B * T,) of a batch's positions, to be divided by the number of those that are ``counted``."""
-        assert self.places is not None
         sums = torch.stack([values, counted.to(values.dtype)]).view(2, len(self.places), -1).sum(-1)
         self.table.index_add_(1, self.places, sums.to(self.table.dtype))

@@ -48,8 +48,8 @@ class Summary:
     """From the first record to the last, without the pauses between a stop and a resume."""
     times: dict[str, float] = field(default_factory=dict)
     """Where the time went, by ``columns.TIMES`` in seconds: as told at the end, or as far as the records tell."""
-    sources: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Of a mixture, by name: ``tokens``, and the newest ``epoch``, ``loss`` and ``eval_loss``."""
+    sources: dict[str, float] = field(default_factory=dict)
+    """The newest ``epoch/NAME``, ``loss/NAME`` and ``eval_loss/NAME`` of each source of a mixture."""
     settings: dict[str, str] = field(default_factory=dict)
     """Those that differ among the runs looked at together."""
 
@@ -84,12 +84,6 @@ def summarize(run: RunDir) -> Summary:
     best, best_step = min(evals, default=(None, None))
     bits = (float(r["eval_bits_per_byte"]) for r in records if is_number(r.get("eval_bits_per_byte")))
     speeds = sorted(float(r["tok_per_sec"]) for r in records if is_number(r.get("tok_per_sec")))
-    sources: dict[str, dict[str, float]] = {}
-    for key, value in ((key, value) for record in records for key, value in record.items() if "/" in key):
-        what, _, name = key.partition("/")
-        if what in ("tokens", "epoch", "loss", "eval_loss") and is_number(value):
-            of = sources.setdefault(name, {})
-            of[what] = value + (of.get(what, 0) if what == "tokens" else 0)
     told = _last(records, "train_runtime")  # by the run itself, at its end
     state, reason = state_of(run)
     return Summary(
@@ -111,7 +105,7 @@ def summarize(run: RunDir) -> Summary:
         tokens_per_second=speeds[len(speeds) // 2] if speeds else None,
         seconds=float(told) if told is not None else running_time(records),
         times=times_of(records),
-        sources=sources,
+        sources={k: v for r in records for k, v in r.items() if k.startswith(("epoch/", "loss/", "eval_loss/"))},
     )
 
 

@@ -188,8 +188,9 @@ def test_rows_of_any_packing_share_a_batch(isolate: str) -> None:
     run = {"model_tokens": None}
     sources = {name: load_data(option.option(name), **run).train for name in sorted(option.sources) if name in
                ("best_fit", "pad", "concat")}  # fmt: skip
-    keys = {"input_ids", "labels", "document_ids", "position_ids", "sequence_lengths"}
-    assert set(batch) == (keys if isolate != "false" else {"input_ids", "labels", "sequence_lengths"})
+    keys = {"input_ids", "labels", "document_ids", "position_ids", "sequence_lengths", "source_ids"}
+    assert set(batch) == (keys if isolate != "false" else keys - {"document_ids", "position_ids"})
+    assert batch.pop("source_ids").tolist() == [*range(len(made.train.names))] * 2
     for number, name in enumerate(made.train.names):
         if name in sources:
             for row, index in ((number, 0), (number + len(made.train.names), len(sources[name]) - 1)):
