@@ -118,8 +118,8 @@ class StepSync:
             fixed = len(Counts._fields) - 1
             size = fixed + self.num_sources + 2
             *counts, ready, saves_done = (sums := self._under_way.read())[:size]
-            each: Any = [count // self._copies for count in counts]
-            whole = Counts(*each[:fixed], tuple(each[fixed:]))
+            each = [count // self._copies for count in counts]
+            whole = Counts._make([*each[:fixed], tuple(each[fixed:])])
             self._agreed = Agreed(whole, ready == self._world_size, saves_done == self._world_size, sums[size:])
         return self._agreed
 
