@@ -12,18 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forgather_cli.labels import IGNORED, shifted
-from forgather_cli.loss.named_sums import NamedSums
 
 
 def cross_entropy_sum(
     logits: Tensor, labels: Tensor, *, shift: int = 1, z_loss: float = 0.0, label_smoothing: float = 0.0,
-    sums: NamedSums | None = None,
+    sums: Any = None,
 ) -> Tensor:  # fmt: skip
     """Sum over targets, 0-dim fp32, of cross entropy of ``logits`` (B, T, V) with ``labels`` (B, T), which stand
     ``shift`` positions behind those that predict them.
 
     ``label_smoothing`` as in ``F.cross_entropy``; ``z_loss`` times log(Z)^2 is added per target (PaLM, Chowdhery et al.
-    2022, arXiv:2204.02311, section 5). ``sums`` that tell rows apart get the values too.
+    2022, arXiv:2204.02311, section 5). ``sums`` (``NamedSums``) get the values too.
     """
     flat, targets = logits.flatten(0, 1).float(), shifted(labels, shift)
     kind, apart = ("none", sums) if sums is not None and sums.places is not None else ("sum", None)

@@ -20,7 +20,7 @@ from forgather_cli import distributed
 from forgather_cli.data.loaders.collate import Counts
 from forgather_cli.distributed import World, gather
 from forgather_cli.documents.fields import AMOUNT, COUNT, NUMBER, FieldKind, check_fields, optional, several
-from forgather_cli.loss.named_sums import NamedSums
+from forgather_cli.loss.base import NamedSums
 from forgather_cli.models.parts import num_elements
 
 _SUM = FieldKind(lambda value: isinstance(value, Tensor) and value.numel() == 1, "one number")

@@ -37,6 +37,9 @@ class JoinedDataset:
         self.names, self.seq_len = list(sources), seq_len
         self.sizes = [len(source) for source in sources.values()]
         self.firsts = np.cumsum([0, *self.sizes])
+        places = zip(self.names, self.firsts.tolist(), self.sizes, strict=False)
+        self.parts_by_source = {name: range(first, first + size) for name, first, size in places}
+        """The numbers of each source's samples, for evaluation."""
         self._sources = list(sources.values())
         self._like: Batch = {}
         """One row of each key."""
@@ -45,12 +48,6 @@ class JoinedDataset:
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
-
-    @property
-    def parts_by_source(self) -> dict[str, range]:
-        """The numbers of each source's samples, for evaluation."""
-        places = zip(self.names, self.firsts.tolist(), self.sizes, strict=False)
-        return {name: range(first, first + size) for name, first, size in places}
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return one_of(self, index)
