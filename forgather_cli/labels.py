@@ -27,6 +27,10 @@ LENGTHS = "sequence_lengths"
 (B, 2). Who counts tokens takes it out (``take_num_tokens``)."""
 
 
+SOURCES = "source_ids"
+"""The key of a batch that says of which source (of a mixture) each row is, (B,); whoever counts by source reads it."""
+
+
 STARTS = "document_starts"
 """The key of a batch that says where documents begin in each row, (B, n), to models that take it (``with_starts``)."""
 

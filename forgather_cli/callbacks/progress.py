@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
-from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, format_value, merge, time_shares
+from forgather_cli.callbacks.columns import FINAL_METRICS, STEP_COLUMNS, Column, format_value, merge, time_shares
 from forgather_cli.callbacks.console import Stream
 from forgather_cli.callbacks.display import PlainDisplay, TableDisplay, evaluation_prefix
 from forgather_cli.callbacks.screen import screen_of
@@ -45,6 +45,9 @@ class ProgressCallback(BuiltIn[ProgressSettings]):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
+            mixture: Any = getattr(kwargs.get("train_dataloader"), "mixture", None)
+            for name in () if mixture is None else (f"loss/{each}" for each in mixture.names):
+                self.columns.setdefault(name, Column(name, name, max(8, len(name)), ".4f"))
             display = self._shown()
             work = "compiling" if getattr(args, "torch_compile", False) else "reading data"
             display.start(state.global_step, state.max_steps, f"{work} for the first step")

@@ -6,16 +6,36 @@ Legend: B sequences, T tokens, V vocabulary, E hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
-from forgather_cli.labels import TASKS, label_shift
+from forgather_cli.labels import SOURCES, TASKS, label_shift
 from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.loss.model_io import MISFITS, model_kwargs
+
+
+@dataclass
+class NamedSums:
+    """This rank's shares since the last log, on the device; a loss adds to them, and the log sums those of all ranks.
+
+    Legend: K names, B sequences, T tokens.
+    """
+
+    names: Sequence[str]
+    table: Tensor
+    """(2, K) float64: sums, and what they are divided by."""
+    places: Any = None
+    """(B,): which name each row of the batch that comes next belongs to; None: its rows are not told apart."""
+
+    def add_rows(self, values: Tensor, counted: Tensor) -> None:
+        """``values`` (B * T,) of a batch's positions, to be divided by the number of those that are ``counted``."""
+        sums = torch.stack([values, counted.to(values.dtype)]).view(2, len(self.places), -1).sum(-1)
+        self.table.index_add_(1, self.places, sums.to(self.table.dtype))
 
 
 class Loss(ABC):
@@ -23,6 +43,10 @@ class Loss(ABC):
 
     eval_metrics: EvalMetrics | None = None
     """Set by an evaluation that counts more than the loss."""
+    sums: NamedSums | None = None
+    """Set by a training that logs more than the loss."""
+    sums_rows: bool = False
+    """It adds its values to ``sums`` row by row, where these are told apart; else it gives one sum of all."""
     is_likelihood: bool = False
     """True if the sum is the negative log-likelihood in nats, and nothing is added to it."""
     is_separable: bool = True
@@ -112,6 +136,8 @@ class ModelWithLoss(nn.Module):
             raise ModelError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
         if self.loss.eval_metrics is not None:
             self.loss.eval_metrics.task_ids = batch.get(TASKS)
+        if self.loss.sums is not None:
+            self.loss.sums.places = batch.get(SOURCES) if torch.is_grad_enabled() else None
         return self.loss.total(self.model, model_kwargs(batch), labels, step_targets)
 
     def evaluate(self, batch: dict[str, Tensor]) -> Tensor:

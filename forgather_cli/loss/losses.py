@@ -31,7 +31,7 @@ class CrossEntropy(Loss):
     Behind compiled blocks, output layer and sum are compiled as one, in which logits in fp32 never reach memory.
     """
 
-    compiles = True
+    compiles = sums_rows = True
 
     def __init__(self, *, z_loss: float = 0.0, label_smoothing: float = 0.0) -> None:
         self._options: dict[str, Any] = {"z_loss": z_loss, "label_smoothing": label_smoothing}
@@ -52,7 +52,7 @@ class CrossEntropy(Loss):
                 self.eval_metrics.add(output, labels, label_shift(inputs))
         try:
             if head is None:
-                return cross_entropy_sum(output, labels, shift=label_shift(inputs), **self._options)
+                return cross_entropy_sum(output, labels, shift=label_shift(inputs), sums=self.sums, **self._options)
             total: Tensor = self.compiled(head, output, labels, label_shift(inputs))
             return total
         except MISFITS as error:
@@ -60,7 +60,7 @@ class CrossEntropy(Loss):
             raise
 
     def _of_hidden(self, head: nn.Module, hidden: Tensor, labels: Tensor, shift: int) -> Tensor:
-        return cross_entropy_sum(head(hidden), labels, shift=shift, **self._options)
+        return cross_entropy_sum(head(hidden), labels, shift=shift, sums=self.sums, **self._options)
 
 
 class LinearCrossEntropy(Loss):

@@ -15,18 +15,24 @@ from forgather_cli.labels import IGNORED, shifted
 
 
 def cross_entropy_sum(
-    logits: Tensor, labels: Tensor, *, shift: int = 1, z_loss: float = 0.0, label_smoothing: float = 0.0
-) -> Tensor:
+    logits: Tensor, labels: Tensor, *, shift: int = 1, z_loss: float = 0.0, label_smoothing: float = 0.0,
+    sums: Any = None,
+) -> Tensor:  # fmt: skip
     """Sum over targets, 0-dim fp32, of cross entropy of ``logits`` (B, T, V) with ``labels`` (B, T), which stand
     ``shift`` positions behind those that predict them.
 
     ``label_smoothing`` as in ``F.cross_entropy``; ``z_loss`` times log(Z)^2 is added per target (PaLM, Chowdhery et al.
-    2022, arXiv:2204.02311, section 5).
+    2022, arXiv:2204.02311, section 5). ``sums`` (``NamedSums``) get the values too.
     """
     flat, targets = logits.flatten(0, 1).float(), shifted(labels, shift)
-    total = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)
+    kind, apart = ("none", sums) if sums is not None and sums.places is not None else ("sum", None)
+    total = F.cross_entropy(flat, targets, ignore_index=IGNORED, reduction=kind, label_smoothing=label_smoothing)
     if z_loss:
-        total = total + z_loss * (flat.logsumexp(-1).square() * (targets != IGNORED)).sum()
+        squares = flat.logsumexp(-1).square() * (targets != IGNORED)
+        total = total + z_loss * (squares.sum() if apart is None else squares)
+    if apart is not None:
+        apart.add_rows(total.detach(), targets != IGNORED)
+        total = total.sum()
     return total
 
 

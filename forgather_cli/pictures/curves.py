@@ -70,7 +70,9 @@ def draw_curves(runs: Sequence[RunDir], look: Look) -> Figure:
     found = [_history(run, name, look.axis) for run, name in zip(runs, labels(runs), strict=True)]
     logged = list(dict.fromkeys(name for each in found for name in metric_names(each.records)))
     check_logged(look.metrics, logged, "--metric")
-    panels = [panel for panel in PANELS if {*panel.metrics, *panel.points} & set(logged)]
+    sources = sorted({name.removeprefix("eval_") for name in logged if "loss/" in name})
+    every = [*PANELS, *(Panel(name, (name,), (f"eval_{name}",)) for name in sources)]
+    panels = [panel for panel in every if {*panel.metrics, *panel.points} & set(logged)]
     if look.metrics:  # a panel for each alone
         panels = []
         for name in look.metrics:

@@ -48,6 +48,8 @@ class Summary:
     """From the first record to the last, without the pauses between a stop and a resume."""
     times: dict[str, float] = field(default_factory=dict)
     """Where the time went, by ``columns.TIMES`` in seconds: as told at the end, or as far as the records tell."""
+    sources: dict[str, float] = field(default_factory=dict)
+    """The newest ``epoch/NAME``, ``loss/NAME`` and ``eval_loss/NAME`` of each source of a mixture."""
     settings: dict[str, str] = field(default_factory=dict)
     """Those that differ among the runs looked at together."""
 
@@ -103,6 +105,7 @@ def summarize(run: RunDir) -> Summary:
         tokens_per_second=speeds[len(speeds) // 2] if speeds else None,
         seconds=float(told) if told is not None else running_time(records),
         times=times_of(records),
+        sources={k: v for r in records for k, v in r.items() if k.startswith(("epoch/", "loss/", "eval_loss/"))},
     )
 
 
@@ -157,7 +160,7 @@ def ordered(summaries: Sequence[Summary], by: str) -> list[Summary]:
     Takes the names of Summary, of the metrics they come from (``eval_loss``), of columns, and of differing settings.
     """
     settings = {key for each in summaries for key in each.settings}
-    own = [each.name for each in fields(Summary) if each.name not in ("settings", "times", "reason")]
+    own = [each.name for each in fields(Summary) if each.name not in ("settings", "times", "sources", "reason")]
     name = by.replace(" ", "_")
     name = by if by in settings else _SHORT.get(name, name)
     if name not in own and name not in settings:

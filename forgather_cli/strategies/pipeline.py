@@ -56,6 +56,7 @@ class Pipeline(Strategy):
     """
 
     name = "pipeline"
+    sums_whole = True
 
     def __init__(
         self, settings: PipelineSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None = None

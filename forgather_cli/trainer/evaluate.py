@@ -21,7 +21,7 @@ from forgather_cli.config.schema import DataOption, RunSettings, typed
 from forgather_cli.data.loaders.iterable import is_empty
 from forgather_cli.distributed import all_sum, gather, on_rank_0, world
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.labels import bytes_of, label_shift, take_num_tokens
+from forgather_cli.labels import SOURCES, bytes_of, label_shift, take_num_tokens
 from forgather_cli.loss.base import Loss
 from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.models.parts import evaluation_mode
@@ -145,6 +145,8 @@ def evaluate(
     start = time.perf_counter()
     zeros = (torch.zeros((), dtype=torch.float64, device=strategy.device) for _ in range(4))
     loss_sum, target_sum, token_sum, byte_sum = zeros
+    names = list(getattr(getattr(batches, "dataset", None), "parts_by_source", ()))
+    by_source = torch.zeros((2, len(names)), dtype=torch.float64, device=strategy.device)
     token_bytes = None if token_bytes is None else token_bytes.to(strategy.device)
     samples, has_labels = 0, False
     newest: list[Batch] = []
@@ -152,12 +154,14 @@ def evaluate(
     try:
         with evaluation_mode(strategy.parts):
             for batch, counted in in_rounds(batches, group, sync):
-                newest, (tokens, _) = [batch], take_num_tokens(batch)
+                newest, (tokens, _), sources = [batch], take_num_tokens(batch), batch.pop(SOURCES, None)
                 has_labels |= "labels" in batch
                 if predictions is None or "labels" in batch:
                     loss, count = strategy.loss(batch)
                     loss_sum += loss
                     target_sum += count
+                    if sources is not None:  # all of one
+                        by_source.index_add_(1, sources[:1], torch.stack([loss.double(), count.double()])[:, None])
                     if token_bytes is not None:
                         byte_sum += bytes_of(batch["labels"][:, label_shift(batch) :], token_bytes).sum()
                     if counted:
@@ -170,7 +174,8 @@ def evaluate(
         if not has_labels and predictions is not None:
             return {}
         sums = torch.stack([loss_sum, target_sum, token_sum, byte_sum, torch.full_like(loss_sum, samples)])
-        total, targets, tokens_seen, num_bytes, samples_seen = all_sum(sums, here.group).tolist()
+        sums = all_sum(torch.cat([sums, by_source.flatten()]), here.group)
+        total, targets, tokens_seen, num_bytes, samples_seen, *named = sums.tolist()
     except Exception as error:
         explain_evaluation(error, what, newest, args, strategy, run)
         raise
@@ -183,7 +188,9 @@ def evaluate(
         mean_loss = total / targets
         perplexity = math.exp(mean_loss) if mean_loss < _LOG_OF_MAX else math.inf
         in_bits = {"bits_per_byte": total / math.log(2) / num_bytes} if num_bytes else {}
-        metrics = {"loss": mean_loss, "perplexity": perplexity, **in_bits, **metrics}
+        pairs = zip(names, named, named[len(names) :], strict=False)
+        of_sources = {f"loss/{name}": loss / count for name, loss, count in pairs if count}
+        metrics = {"loss": mean_loss, "perplexity": perplexity, **in_bits, **of_sources, **metrics}
     else:
         log.warning("the %s split has no targets (every label is -100), and so no loss: check its labels", prefix)
     if tasks is not None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from forgather_cli import distributed
 from forgather_cli.data.loaders.collate import Counts
 from forgather_cli.distributed import World, gather
 from forgather_cli.documents.fields import AMOUNT, COUNT, NUMBER, FieldKind, check_fields, optional, several
+from forgather_cli.loss.base import NamedSums
 from forgather_cli.models.parts import num_elements
 
 _SUM = FieldKind(lambda value: isinstance(value, Tensor) and value.numel() == 1, "one number")
@@ -63,15 +64,19 @@ class TrainMetrics:
         *,
         norms_differ: bool = False,
         may_overflow: bool = False,
+        sources: Sequence[str] = (),
+        names: Sequence[str] = (),
     ) -> None:
         """``norms_differ``: ranks have gradient norms of their own, whose mean square is logged. ``may_overflow``: the
-        number of ``skipped_steps`` is logged.
+        number of ``skipped_steps`` is logged. ``sources``: of a mixture; ``names``: of sums that a loss adds to.
         """
         self._world, self._norms_differ, self._flops = world, norms_differ, flops
         self._skip_steps = skip_steps  # steps of this process whose times are not counted (compilation, warm-up)
         # float64: a sum of 1000 losses weighted by targets keeps more digits than one fp32 loss has
-        self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)
-        self._norm_square_sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._shared = torch.zeros(2 * len(names) + 2, dtype=torch.float64, device=device)
+        self.named = NamedSums(names, self._shared[:-2].view(2, len(names)))
+        self._loss_sum, self._norm_square_sum = self._shared[-2], self._shared[-1]
+        self._sources, self._by_source = sources, Counter[str]()  # tokens
         self._norm_max = torch.zeros((), device=device)
         self._losses: list[tuple[Tensor, int]] = []  # not in the sums yet, with their targets
         self._norms: list[Tensor] = []
@@ -130,6 +135,8 @@ class TrainMetrics:
         flops = self._flops.total(counts.positions, counts.square_lengths, counts.decoder_positions)
         self._steps += 1
         self._tokens += counts.tokens
+        if self._sources:
+            self._by_source.update(dict(zip(self._sources, counts.by_source, strict=True)))
         self._decoder_tokens += counts.decoder_tokens
         self.total_tokens += counts.tokens
         self.total_samples += counts.samples
@@ -165,12 +172,12 @@ class TrainMetrics:
     def read(self) -> tuple[dict[str, float], Interval]:
         """Collective. Close the interval: the one point where metrics reach the host. Returns (logs, interval)."""
         self._add_up()
-        sums = torch.stack([self._loss_sum, self._norm_square_sum, self._norm_max.double()])
+        sums = torch.cat([self._shared, self._norm_max.double()[None]])
         if self._world.group is not None:
-            shared = 2 if self._norms_differ else 1
+            shared = len(sums) - (1 if self._norms_differ else 2)
             sums[:shared] = distributed.all_sum(sums[:shared].clone(), self._world.group)
-            sums[1:shared] /= self._world.size
-        loss_sum, norm_square_sum, norm_max = sums.tolist()
+            sums[-2:shared] /= self._world.size
+        *named, loss_sum, norm_square_sum, norm_max = sums.tolist()
         self._run_loss += loss_sum
         self._run_targets += self._targets
         seconds = max(time.perf_counter() - self._mark, 1e-9)
@@ -197,12 +204,16 @@ class TrainMetrics:
         if self._decoder_tokens:
             logs["encoder_tokens"] = self._tokens - self._decoder_tokens
             logs["decoder_tokens"] = self._decoder_tokens
+        logs |= {f"tokens/{name}": self._by_source[name] for name in self._sources}
+        parts = zip(self.named.names, named, named[len(self.named.names) :], strict=False)
+        logs |= {name: total / count for name, total, count in parts if count}
         if interval.steps:
             logs["tok_per_sec"] = interval.tokens / interval.active_seconds
             logs["step_time"] = interval.active_seconds / interval.steps
             logs["data_time"] = interval.data_seconds / interval.steps
-        for tensor in (self._loss_sum, self._norm_square_sum, self._norm_max):
-            tensor.zero_()
+        for kept in (self._shared, self._norm_max):
+            kept.zero_()
+        self._by_source.clear()
         self._steps = self._targets = self._tokens = self._decoder_tokens = self._num_bytes = self._skipped = 0
         self.restart_clock()
         return logs, interval
@@ -229,18 +240,20 @@ class TrainMetrics:
         group = self._world.group
         if group is None:
             return
-        distributed.all_sum(self._loss_sum, group)
+        distributed.all_sum(self._shared[:-1], group)
         self._keep_on_rank_0()
         if self._norms_differ:
             distributed.all_sum(self._norm_square_sum, group).div_(self._world.size)
 
     def _keep_on_rank_0(self) -> None:
         if self._world.rank != 0:
-            self._loss_sum.zero_()
+            self._shared[:-1].zero_()
 
     def state_dict(self) -> dict[str, Any]:
         """Of rank 0 after ``fold``, of all ranks."""
+        named = {name: self.named.table[:, place].cpu() for place, name in enumerate(self.named.names)}
         return {
+            **({"by_source": dict(self._by_source), "named": named} if self._sources or named else {}),
             "loss_sum": self._loss_sum.cpu(),
             "norm_square_sum": self._norm_square_sum.cpu(),
             "norm_max": self._norm_max.cpu(),
@@ -260,6 +273,9 @@ class TrainMetrics:
         check_fields(state, _KINDS, "metrics")
         self._losses, self._norms = [], []
         self._loss_sum.copy_(state["loss_sum"])
+        for place, name in enumerate(self.named.names):
+            self.named.table[:, place] = state.get("named", {}).get(name, 0.0)
+        self._by_source = Counter(state.get("by_source", {}))
         self._keep_on_rank_0()
         self._norm_square_sum.copy_(state["norm_square_sum"])
         self._norm_max.copy_(state["norm_max"])

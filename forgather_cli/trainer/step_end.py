@@ -183,6 +183,8 @@ class StepEnd:
         if run.scaler is not None:
             logs["loss_scale"] = run.scaler.scale
         logs["epoch"] = run.state.epoch
+        if (mixture := run.epochs.loader.mixture) is not None:
+            logs |= {f"epoch/{name}": each for name, each in mixture.passes(run.epochs.state_dict()).items()}
         self._emit_log(logs, interval)
 
     def _emit_log(self, logs: dict[str, float], interval: Interval | None) -> None:

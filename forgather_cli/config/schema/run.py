@@ -116,7 +116,7 @@ class RunSettings(Settings):
     eval_delay: Annotated[NonNegative, _EVALUATES, NEEDS_EVALUATION] = 0
     eval_on_start: Annotated[bool, asks_for_evaluation("eval_on_start")] = False  # evaluate before the first step
     eval_on_save: Annotated[bool, _SAVES, asks_for_evaluation("eval_on_save")] = False  # evaluate before each save
-    # the first N sequences of the split, the same in every layout; null: all
+    # the first N sequences of the split (of each source of a mixture), the same in every layout; null: all
     max_eval_samples: Annotated[PositiveInt | None, NEEDS_EVALUATION] = None
     max_eval_steps: Annotated[Literal[-1] | PositiveInt, NEEDS_EVALUATION] = -1  # evaluation batches per rank; -1: all
 

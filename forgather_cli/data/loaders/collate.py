@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,6 +45,8 @@ class Counts(NamedTuple):
     decoder_positions: int = 0
     num_bytes: int = 0
     """Of text that the targets stand for; 0 where nobody can tell."""
+    by_source: Sequence[int] = ()
+    """Tokens of each source of a mixture."""
 
     @classmethod
     def of(cls, microbatches: list[Batch], token_bytes: Tensor | None = None) -> Counts:
@@ -198,6 +200,8 @@ class Unscheduled:
 
     facts: Mapping[str, str] = {}
     """What a run reads of each of several sources, for people."""
+    mixture: Any = None
+    """What tells of the sources of a mixture (``data.mixture.dataset.MixtureSteps``)."""
 
     def start_of(self, epoch: int, behind: Position) -> Position:
         """The position at the start of an epoch, ``behind`` what was read before."""

@@ -118,6 +118,7 @@ class TrainLoader:
                 dispatch=dispatch is not False,
             )
         self._position = start_of(0)
+        self.mixture: Any = self._data.mixture
 
     @property
     def epoch(self) -> int:
@@ -153,7 +154,9 @@ class TrainLoader:
         for number, (batches, position) in enumerate(self._data.read(self._position)):
             if number < _CHECKED_STEPS and self._vocab_size is not None:
                 _check_ids(batches, self._vocab_size, labels_too=self._labels_are_ids)
-            yield batches, (Counts.of(batches, self._token_bytes), position)
+            by_source = self.mixture and self.mixture.tokens_of(batches)
+            counts = Counts.of(batches, self._token_bytes)
+            yield batches, (counts._replace(by_source=by_source) if by_source else counts, position)
 
     def set_epoch(self, epoch: int, behind: Position | None = None) -> None:
         """Go to the start of ``epoch``, ``behind`` the data that training has read; if it is the present one, keep the
@@ -265,7 +268,8 @@ class MicrobatchLoader:
 class EvalLoader:
     """Iterating yields this rank's batches of a whole split in order; the ranks together yield every sample once.
 
-    ``max_samples`` keeps the first so many of the global order, ``max_steps`` (-1: all) so many batches of each rank.
+    ``max_samples`` keeps the first so many of the global order, of each source of a mixture, ``max_steps`` (-1: all) so
+    many batches of each rank. No batch holds samples of two sources.
     ``dataset``, ``data_ranks`` and ``dispatch`` are what TrainLoader takes. Raises DataError, on every rank, for a
     split without a sample for each of them.
     """
@@ -298,11 +302,16 @@ class EvalLoader:
         workers = Workers(num_workers, prefetch_factor, persistent_workers)
         self._rounds: IterableRounds | None = None
         if is_map_style(dataset):
-            used = len(dataset) if max_samples is None else min(len(dataset), max_samples)
-            parts = [rank_part(used, rank, size) for rank in range(size)]
+            every = getattr(dataset, "parts_by_source", {"": range(len(dataset))})
+            sources = [part[:max_samples] for part in every.values()]
+            parts = [rank_part(sum(map(len, sources)), rank, size) for rank in range(size)]
             self._check(FirstRound(list(map(len, parts)), [batch_size] * size, "samples", own_shards=False))
             self._batches = Batches(dataset, collate_fn, workers, 0, tell_epoch=False)
-            self._numbers = parts[rank]
+            self._numbers, begin = list[list[int]](), 0
+            for source in sources:
+                own = source[max(parts[rank].start - begin, 0) : max(parts[rank].stop - begin, 0)]
+                self._numbers += microbatches(list(own), batch_size)
+                begin += len(source)
         else:
             self._settings |= {} if data_ranks is None else {"dispatch_eval_batches": dispatch is not False}
             self._rounds = IterableRounds(
@@ -344,12 +353,12 @@ class EvalLoader:
 
     def __len__(self) -> int:
         """Batches of this rank. Raises TypeError for data without a length."""
-        count = -(-len(self._numbers) // self.batch_size) if self._rounds is None else len(self._rounds)
+        count = len(self._numbers) if self._rounds is None else len(self._rounds)
         return count if self._max_steps is None else min(count, self._max_steps)
 
     def __iter__(self) -> Iterator[Batch]:
         if self._rounds is None:
-            batches = self._batches.read((0, each) for each in microbatches(list(self._numbers), self.batch_size))
+            batches = self._batches.read((0, each) for each in self._numbers)
         else:
             batches = (batch for batches, _ in self._rounds.read(start_of(0)) for batch in batches)
         alone = (([batch], None) for batch in islice(batches, self._max_steps))

@@ -33,7 +33,7 @@ from forgather_cli.distributed import gather
 from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
 from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
 from forgather_cli.errors import DataError
-from forgather_cli.labels import LENGTHS
+from forgather_cli.labels import LENGTHS, SOURCES
 
 _BLOCK = 4096  # positions that are dealt at once
 _NUMBERS = "mixture_samples"
@@ -50,6 +50,9 @@ class JoinedDataset:
         self.names, self.seq_len = list(sources), seq_len
         self.sizes = [len(source) for source in sources.values()]
         self.firsts = np.cumsum([0, *self.sizes])
+        places = zip(self.names, self.firsts.tolist(), self.sizes, strict=False)
+        self.parts_by_source = {name: range(first, first + size) for name, first, size in places}
+        """The numbers of each source's samples, for evaluation."""
         self._sources = list(sources.values())
         self._like: Batch = {}
         """One row of each key."""
@@ -70,7 +73,7 @@ class JoinedDataset:
             read = self._read(int(source), (np.asarray(numbers)[rows] - self.firsts[source]).tolist())
             for key, value in read.items():
                 batch[key][torch.from_numpy(rows)] = value
-        return batch
+        return {**batch, SOURCES: torch.from_numpy(owners)}
 
     def _read(self, source: int, indices: list[int]) -> Batch:
         dataset = self._sources[source]
@@ -163,6 +166,8 @@ class MixtureSteps(MapStyleSteps):
             sum(supply.samples for supply in data.shares.supplies.values()), share, batches, seed, shuffle=shuffle
         )
         self._shares, self._seq_len = data.shares, data.seq_len
+        self.names, self.keeps_sources, self.mixture = data.names, False, self
+        """``keeps_sources``: batches say of which source their rows are."""
         self._places = dict(zip(data.names, zip(data.firsts.tolist(), data.sizes, strict=False), strict=True))
         """(first number, size) of each source."""
         self._known: tuple[list[Any], Mixture] | None = None
@@ -219,6 +224,21 @@ class MixtureSteps(MapStyleSteps):
         return (
             None if end is None else self._share.num_steps(max(end - position["position"], 0), self._share.global_batch)
         )
+
+    def tokens_of(self, batches: list[Batch]) -> list[int]:
+        """Tokens of each source."""
+        counts = torch.zeros(len(self.names), dtype=torch.int64)
+        for batch in batches:
+            owners = batch[SOURCES] if self.keeps_sources else batch.pop(SOURCES)
+            lengths = batch.get(LENGTHS, torch.tensor(batch["input_ids"].shape[1]))
+            counts.index_add_(0, owners, lengths.expand(len(owners)))
+        return counts.tolist()
+
+    def passes(self, position: Position) -> dict[str, float]:
+        """How often each source has been read before a position."""
+        mixture = self._mixture(position["stretches"])
+        places, last = mixture.places(position["position"]), mixture.stretches[-1].sources
+        return {name: places[name][0] + places[name][1] / last[name].samples for name in self.names}
 
     def _mixture(self, stretches: list[Any]) -> Mixture:
         if self._known is None or (self._known[0] is not stretches and self._known[0] != stretches):

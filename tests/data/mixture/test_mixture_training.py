@@ -187,6 +187,7 @@ def test_rows_of_any_packing_share_a_batch(isolate: str) -> None:
     numbers = [*made.train.firsts[:-1], *(made.train.firsts[1:] - 1)]
     batch = made.train.__getitems__(numbers)
     assert batch.pop("mixture_samples").tolist() == numbers
+    assert batch.pop("source_ids").tolist() == [*range(len(made.train.names))] * 2
     sources = {name: load_data(option.option(name), model_tokens=None).train for name in option.sources}
     keys = {"input_ids", "labels", "document_ids", "position_ids", "sequence_lengths"}
     assert set(batch) == (keys if isolate != "false" else {"input_ids", "labels", "sequence_lengths"})
