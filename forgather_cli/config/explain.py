@@ -103,9 +103,10 @@ def about(path: str, search: SearchPath) -> str:
     """What a setting means; where nothing says it, what that of which it is a part means."""
     if (setting := settings().get(path)) is None:
         return ""
+    if own := field_comment(setting.leaf, setting.owners):
+        return own
     files = (comment(file, path.partition(".")[2] or path) for file in _files(path, search).values())
-    own = field_comment(setting.leaf, setting.owners) or next(filter(None, files), "")
-    return own or _meaning(setting.annotation) or about(path.rpartition(".")[0], search)
+    return next(filter(None, files), "") or _meaning(setting.annotation) or about(path.rpartition(".")[0], search)
 
 
 def field_comment(name: str, owners: Iterable[type]) -> str:

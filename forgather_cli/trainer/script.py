@@ -423,7 +423,7 @@ class Trainer(Loop):
     @classmethod
     def default_callbacks(cls) -> list[Any]:
         """Fresh ones of those that every script's run has. What an override returns stands in their place."""
-        return [CallbackPart.of_type(name)().load_maker()() for name in ("metrics", "info", "progress", "json")]
+        return [CallbackPart.of_type(name).load_maker()() for name in ("metrics", "info", "progress", "json")]
 
     def load_best_model(self) -> None:
         """Collective. Load the weights of the best checkpoint that is kept, by ``metric_for_best_model``."""

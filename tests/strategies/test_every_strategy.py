@@ -27,7 +27,7 @@ def test_has_a_row(option: Any) -> None:
 
 @every
 def test_its_maker_takes_the_option_the_device_the_loss_and_the_precision(option: Any) -> None:
-    inspect.signature(option.load_maker(option)).bind(option, "device", "loss", "precision")
+    inspect.signature(option.load_maker()).bind(option, "device", "loss", "precision")
 
 
 @every

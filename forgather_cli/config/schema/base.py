@@ -71,9 +71,10 @@ class Option(Settings):
         """The option of the group that has this ``type``; the base class itself where none has."""
         return next((option for option in cls.members if option.type == name), cls)
 
-    def load_maker(self) -> Any:
+    @classmethod
+    def load_maker(cls) -> Any:
         """What ``maker`` names."""
-        return resolve_name(self.maker)
+        return resolve_name(cls.maker)
 
     def arguments(self) -> dict[str, Any]:
         """What the maker is called with, by name: the fields without ``type`` and those that the base class has."""
