@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -90,7 +91,10 @@ class Fault(TrainerCallback):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _stop(self) -> None:
+        """Goes on once the signal is noticed, in a thread of its own: steps of a tiny model are faster."""
         os.kill(os.getpid(), signal.SIGTERM)
+        while all(thread.name != "forgather-grace" for thread in threading.enumerate()):
+            time.sleep(0.005)
 
     def _exit(self) -> None:
         sys.exit(0)

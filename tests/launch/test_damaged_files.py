@@ -382,9 +382,7 @@ WORDS = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints of steps 2 and 4 that was stopped behind step 4, or 5 where the signal comes late, and
-    WHOLE, which has gone on to step 6.
-    """
+    """A run with checkpoints of steps 2 and 4 that was stopped behind step 4, and WHOLE, gone on to step 6."""
     root = tmp_path_factory.mktemp("made")
     (root / "text.txt").write_text("\n\n".join(f"the quick brown fox {n} jumps over the lazy dog" for n in range(200)))
     data = [f"data.files=[{root}/text.txt]", f"data.cache_dir={root}/cache"]
