@@ -235,7 +235,9 @@ class MixtureSteps(MapStyleSteps):
         return counts.tolist()
 
     def passes(self, position: Position) -> dict[str, float]:
-        """How often each source has been read before a position."""
+        """How often each source has been read before a position; nothing of a share of a pool."""
+        if "ranges" in position:
+            return {}
         mixture = self._mixture(position["stretches"])
         places, last = mixture.places(position["position"]), mixture.stretches[-1].sources
         return {name: places[name][0] + places[name][1] / last[name].samples for name in self.names}
@@ -251,7 +253,7 @@ class MixtureSteps(MapStyleSteps):
         tally = self._tallies.get(position.get("position", 0), self._nothing)
         for batches, after in super().read(position):
             tally = sum((self.tally(batch.pop(_NUMBERS).numpy()) for batch in batches), tally)
-            self._tallies = dict([*self._tallies.items(), (after["position"], tally)][-_AHEAD:])
+            self._tallies = dict([*self._tallies.items(), (after.get("position", 0), tally)][-_AHEAD:])
             yield batches, after
 
     def tally(self, numbers: Ints) -> NDArray[np.uint64]:
@@ -262,6 +264,8 @@ class MixtureSteps(MapStyleSteps):
         return tally
 
     def note(self, position: Position, step: int, path: Path | None, group: Any, *, starts: bool) -> None:
+        if "ranges" in position:  # the pool's ledger tells who has read what
+            return
         if starts:
             self._tallies = {}
         mine = self._tallies.get(position["position"], self._nothing)
@@ -385,7 +389,7 @@ def _compared(lines: list[Any]) -> dict[str, Any]:
     """
     sizes = {name: size for line in lines for name, (size, *_) in line["sources"].items()}
     shares = SimpleNamespace(supplies={name: Supply(size) for name, size in sizes.items()})
-    data: Any = SimpleNamespace(names=[*sizes], sizes=[*sizes.values()], shares=shares)
+    data: Any = SimpleNamespace(names=[*sizes], sizes=[*sizes.values()], shares=shares, seq_len=0)
     data.firsts, nothing = np.cumsum([0, *data.sizes]), np.zeros((len(sizes), 2), np.uint64)
     before = handed = missing = nothing
     settings, lost, repeated = None, 0, 0
