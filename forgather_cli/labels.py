@@ -28,7 +28,8 @@ LENGTHS = "sequence_lengths"
 
 
 SOURCES = "source_ids"
-"""The key of a batch that says of which source (of a mixture) each row is, (B,); whoever counts by source reads it."""
+"""The key of a batch that says of which source (of a mixture) each row is, and its index there, (B, 2); whoever counts
+by source reads it."""
 
 
 STARTS = "document_starts"

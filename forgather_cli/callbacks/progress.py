@@ -45,8 +45,8 @@ class ProgressCallback(BuiltIn[ProgressSettings]):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            mixture: Any = getattr(kwargs.get("train_dataloader"), "mixture", None)
-            for name in () if mixture is None else (f"loss/{each}" for each in mixture.names):
+            data: Any = getattr(kwargs.get("train_dataloader"), "data", None)
+            for name in (f"loss/{source}" for source in getattr(data, "names", ())):
                 self.columns.setdefault(name, Column(name, name, max(8, len(name)), ".4f"))
             display = self._shown()
             work = "compiling" if getattr(args, "torch_compile", False) else "reading data"

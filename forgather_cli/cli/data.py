@@ -267,7 +267,7 @@ def audit(run_dir: RunPath, as_json: AsJson = False) -> None:
 
     A later pass over a source is no repeat. [cyan]RUN_DIR/mixture.jsonl[/] has what was read.
     """
-    from forgather_cli.data.mixture.dataset import audit as audited
+    from forgather_cli.data.mixture.audit import audit as audited
 
     with doing("reading the run"):
         found = audited(RunDir(run_dir).mixture)

@@ -204,8 +204,7 @@ class Samples:
         batch = batch_plan(config, ranks, multiple_of=trainer.n_microbatches).global_batch
         loader = TrainLoader(self._dataset, global_batch_size=batch, micro_batch_size=1, seed=0, drop_last=False)
         epochs = math.ceil(max(config.num_train_epochs, 1) * len(loader))
-        loader.settle(loader.state_dict(), 0, config.max_steps if config.max_steps > 0 else epochs)
-        return loader.state_dict()
+        return loader.data.settled(loader.state_dict(), 0, config.max_steps if config.max_steps > 0 else epochs)
 
     def _sample(self, index: int, batch: Batch, row: int, counts: Counts | None, number: int) -> ShownSample:
         """``counts``: of the row alone, where they are known. ``number``: the dataset's own; -1 of data without."""

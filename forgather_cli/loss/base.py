@@ -137,7 +137,7 @@ class ModelWithLoss(nn.Module):
         if self.loss.eval_metrics is not None:
             self.loss.eval_metrics.task_ids = batch.get(TASKS)
         if self.loss.sums is not None:
-            self.loss.sums.places = batch.get(SOURCES) if torch.is_grad_enabled() else None
+            self.loss.sums.places = batch[SOURCES][:, 0] if SOURCES in batch and torch.is_grad_enabled() else None
         return self.loss.total(self.model, model_kwargs(batch), labels, step_targets)
 
     def evaluate(self, batch: dict[str, Tensor]) -> Tensor:

@@ -106,8 +106,6 @@ class Strategy(ABC):
     supports_compile: bool = False
     compiles_with_loss: bool = False
     """It compiles model and loss as one with ``ModelSpec.compile_with_loss``; else only the parts are compiled."""
-    sums_whole: bool = False
-    """Its loss is one sum, of which rows cannot be told apart (``Loss.sums``)."""
     supports_optimizer_in_backward: bool = False
     """Checked for a user's strategy (``check_supported``); for ours config checks the facts of the settings class."""
     device: torch.device

@@ -56,7 +56,6 @@ class Pipeline(Strategy):
     """
 
     name = "pipeline"
-    sums_whole = True
 
     def __init__(
         self, settings: PipelineSettings, device: torch.device, loss: Loss, precision: PrecisionOption | None = None

@@ -132,7 +132,7 @@ class Checkpoints:
         """Collective. Have the data write what was read of them, where they do that (``Unscheduled.note``)."""
         run = self._run
         path = run.run_dir.mixture if run.world.rank == 0 else None
-        run.epochs.loader.note(run.epochs.state_dict(), run.state.global_step, path, run.cpu_group, starts=starts)
+        run.epochs.loader.data.note(run.epochs.state_dict(), run.state.global_step, path, run.cpu_group, starts=starts)
 
     @property
     def is_done(self) -> bool:

@@ -127,7 +127,7 @@ class Epochs:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last step returned; the start of the next epoch where this one is to stop."""
         stops = self._control.should_epoch_stop
-        position = self.loader.start_of(self.epoch + 1, self._position) if stops else dict(self._position)
+        position = self.loader.data.start_of(self.epoch + 1, self._position) if stops else dict(self._position)
         skipped = self._skipped + (self._steps_left() if stops else 0)
         return {**position, "skipped_steps": skipped} if skipped else position
 
@@ -152,7 +152,7 @@ class Epochs:
         # map-style data may have no whole step left; of other data that shows only when the next step is fetched
         is_map_style = "stream" not in self._position and self._data_length is not None
         if data_ended or stopped or (is_map_style and self._steps_done() >= (self._data_length or 0)):
-            self.loader.set_epoch(self.epoch + 1, self._position)
+            self.loader.load_state_dict(self.loader.data.start_of(self.epoch + 1, self._position))
             self._restart()
         self._control.should_epoch_stop = False
         self.update_max_steps()
@@ -189,10 +189,11 @@ class Epochs:
             state.max_steps = 0 if left else step
         else:
             state.max_steps = step + math.ceil(left * self._steps_per_epoch - 1e-9)
-        if self.loader.settle(self._position, step, state.max_steps):
+        settled = self.loader.data.settled(self._position, step, state.max_steps)
+        if settled != self._position:
+            self.loader.load_state_dict(settled)
             self._restart()
-        if (rest := self.loader.steps_left(self._position)) is not None:
-            state.max_steps = min(state.max_steps, step + rest)
+        state.max_steps = min(state.max_steps, step + self.loader.data.steps_left(self._position))
         steps = (args.logging_steps, args.eval_steps, args.save_steps)
         state.logging_steps, state.eval_steps, state.save_steps = (in_steps(each, state.max_steps) for each in steps)
 

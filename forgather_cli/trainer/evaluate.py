@@ -161,7 +161,7 @@ def evaluate(
                     loss_sum += loss
                     target_sum += count
                     if sources is not None:  # all of one
-                        by_source.index_add_(1, sources[:1], torch.stack([loss.double(), count.double()])[:, None])
+                        by_source.index_add_(1, sources[0, :1], torch.stack([loss.double(), count.double()])[:, None])
                     if token_bytes is not None:
                         byte_sum += bytes_of(batch["labels"][:, label_shift(batch) :], token_bytes).sum()
                     if counted:

@@ -183,8 +183,8 @@ class StepEnd:
         if run.scaler is not None:
             logs["loss_scale"] = run.scaler.scale
         logs["epoch"] = run.state.epoch
-        if (mixture := run.epochs.loader.mixture) is not None:
-            logs |= {f"epoch/{name}": each for name, each in mixture.passes(run.epochs.state_dict()).items()}
+        passes = run.epochs.loader.data.passes(run.epochs.state_dict())
+        logs |= {f"epoch/{name}": number for name, number in passes.items()}
         self._emit_log(logs, interval)
 
     def _emit_log(self, logs: dict[str, float], interval: Interval | None) -> None:

@@ -94,8 +94,6 @@ class StepSync:
         self._group, self._world_size, self._copies = group, world_size, copies
         self._under_way: Sum | None = None
         self._agreed: Agreed | None = None
-        self.num_sources = 0
-        """In ``Counts.by_source`` of each step."""
         self.commands: CommandSource | None = None
         """Set on every rank when training begins, where there is a control callback; only rank 0's gets commands."""
         self.signum: int | None = None
@@ -109,17 +107,17 @@ class StepSync:
         """Collective. Start the sum for the step that this rank has fetched; None: it has no more data."""
         counts = Counts() if step is None else step.counts
         self._agreed = None
-        numbers = [*counts[:-1], *(counts.by_source or [0] * self.num_sources)]
+        numbers = [*counts[:-1], *counts.by_source]  # data of several sources end on all ranks at once
+        self._num_counts = len(numbers)
         self._under_way = Sum([*numbers, int(step is not None), int(save_done), *self.requests()], self._group)
 
     def read(self) -> Agreed | None:
         """The agreement on the next step, None if it is not fetched yet. Waits until all ranks have started the sum."""
         if self._agreed is None and self._under_way is not None:
-            fixed = len(Counts._fields) - 1
-            size = fixed + self.num_sources + 2
+            size = self._num_counts + 2
             *counts, ready, saves_done = (sums := self._under_way.read())[:size]
-            each = [count // self._copies for count in counts]
-            whole = Counts._make([*each[:fixed], tuple(each[fixed:])])
+            each, fixed = [count // self._copies for count in counts], len(Counts._fields) - 1
+            whole = Counts._make([*each[:fixed], each[fixed:]])
             self._agreed = Agreed(whole, ready == self._world_size, saves_done == self._world_size, sums[size:])
         return self._agreed
 

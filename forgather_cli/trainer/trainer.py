@@ -229,16 +229,14 @@ class Loop:
         run.epochs.update_max_steps()
         self._hooks.make_optimizer(state.max_steps or None)
         self._parameters = [p for _, p in trainable_parameters(strategy.parts)]  # once where two parts share one
-        sources, names = (), list[str]()
-        if (mixture := run.train_loader.mixture) is not None:
-            sources, run.sync.num_sources = mixture.names, len(mixture.names)
-            mixture.keeps_sources = self._loss is not None and self._loss.sums_rows and not strategy.sums_whole
-            names = [f"loss/{name}" for name in sources if mixture.keeps_sources]
-            if not names and run.world.rank == 0:
-                log.info("loss/NAME is not logged: this loss, or this trainer, gives one sum of all sources")
+        data = run.train_loader.data
+        data.keeps_sources = self._loss is not None and self._loss.sums_rows and not config.trainer.cuts_layers
+        names = [f"loss/{name}" for name in data.names if data.keeps_sources]
+        if len(names) < len(data.names) and run.world.rank == 0:
+            log.info("loss/NAME is not logged: this loss, or this trainer, gives one sum of all sources")
         run.metrics = TrainMetrics(
             strategy.device, run.world, config.speed_metrics_start_step, Flops.of(strategy.parts, run.cpu_group),
-            norms_differ=run.ranks_differ, may_overflow=run.scaler is not None, sources=sources, names=names,
+            norms_differ=run.ranks_differ, may_overflow=run.scaler is not None, sources=data.names, names=names,
         )  # fmt: skip
         if self._loss is not None:
             self._loss.sums = run.metrics.named if names else None

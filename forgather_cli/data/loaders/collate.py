@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -198,10 +199,14 @@ class Share:
 class Unscheduled:
     """Data whose order does not depend on the steps of the run, and which never end for good."""
 
+    names: Sequence[str] = ()
+    """Of the sources of a mixture."""
     facts: Mapping[str, str] = {}
-    """What a run reads of each of several sources, for people."""
-    mixture: Any = None
-    """What tells of the sources of a mixture (``data.mixture.dataset.MixtureSteps``)."""
+    """What a run reads of each source, for people; known once it is settled."""
+    tokens: Sequence[int] = ()
+    """Of each source, in the step that was read last."""
+    keeps_sources = False
+    """Batches say of which source their rows are (``labels.SOURCES``)."""
 
     def start_of(self, epoch: int, behind: Position) -> Position:
         """The position at the start of an epoch, ``behind`` what was read before."""
@@ -211,9 +216,13 @@ class Unscheduled:
         """A position, at which the run is at ``step`` of ``total``, with what its order depends on from there."""
         return position
 
-    def steps_left(self, position: Position) -> int | None:
-        """Steps from a position to where the data end for good; None where they never do."""
-        return None
+    def steps_left(self, position: Position) -> int:
+        """Steps from a position to where the data end for good; a number beyond all where they never do."""
+        return sys.maxsize
+
+    def passes(self, position: Position) -> dict[str, float]:
+        """How often each source has been read before a position; nothing of a share of a pool."""
+        return {}
 
     def note(self, position: Position, step: int, path: Path | None, group: Any, *, starts: bool) -> None:
         """Collective, once before the first step and then with each save: write to ``path``, on the one rank that has

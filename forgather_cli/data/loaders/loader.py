@@ -8,10 +8,9 @@ another world size or batch size continues with exactly the next sample.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -90,21 +89,21 @@ class TrainLoader:
         self._device, self._pin_memory, self._starts = torch.device(device), pin_memory, document_starts
         workers = Workers(num_workers, prefetch_factor, persistent_workers)
         share = Share(global_batch_size, micro_batch_size, rank, size, drop_last)
-        self._data: MapStyleSteps | IterableRounds
+        self.data: MapStyleSteps | IterableRounds
         if is_map_style(dataset):
             batches = Batches(dataset, collate_fn, workers, seed, tell_epoch=set_dataset_epoch)
             if callable(in_order := getattr(dataset, "make_training_steps", None)):  # it says itself what stands where
-                self._data = in_order(share, batches, seed, shuffle=shuffle, group_by_length=group_by_length)
+                self.data = in_order(share, batches, seed, shuffle=shuffle, group_by_length=group_by_length)
             else:
                 lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)
-                self._data = MapStyleSteps(len(dataset), share, batches, seed, shuffle=shuffle, lengths=lengths)
+                self.data = MapStyleSteps(len(dataset), share, batches, seed, shuffle=shuffle, lengths=lengths)
         elif group_by_length is not None:
             raise DataError(
                 "train_sampling_strategy: group_by_length needs data with __getitem__ and __len__, got a "
                 f"{type(dataset).__name__}; choose random, which leaves such data in their own order"
             )
         else:
-            self._data = IterableRounds(
+            self.data = IterableRounds(
                 "train_dataset",
                 dataset,
                 share,
@@ -118,7 +117,6 @@ class TrainLoader:
                 dispatch=dispatch is not False,
             )
         self._position = start_of(0)
-        self.mixture: Any = self._data.mixture
 
     @property
     def epoch(self) -> int:
@@ -126,63 +124,36 @@ class TrainLoader:
         return int(self._position["epoch"])
 
     @property
-    def facts(self) -> Mapping[str, str]:
-        """What the run reads of each of several sources, for people; known once it is settled."""
-        return self._data.facts
-
-    @property
     def state_is_per_rank(self) -> bool:
         """True if each rank has a position of its own; then only the same number of ranks can resume."""
-        return self._data.is_sharded
+        return self.data.is_sharded
 
     def __len__(self) -> int:
         """Steps of a whole epoch. Raises TypeError for data without a length."""
-        return len(self._data)
+        return len(self.data)
 
     def num_microbatches(self) -> int:
         """This rank's micro-batches in a whole epoch. Raises TypeError for data without a length."""
-        return self._data.num_microbatches()
+        return self.data.num_microbatches()
 
     def __iter__(self) -> Iterator[Step]:
         epoch = self.epoch
         for batches, (counts, position) in to_device(self._counted(), self._device, self._pin_memory, self._starts):
             self._position = position
             yield Step(batches, counts)
-        self._position = self._data.start_of(epoch + 1, self._position)
+        self._position = self.data.start_of(epoch + 1, self._position)
 
     def _counted(self) -> Iterator[tuple[list[Batch], tuple[Counts, Position]]]:
-        for number, (batches, position) in enumerate(self._data.read(self._position)):
+        for number, (batches, position) in enumerate(self.data.read(self._position)):
             if number < _CHECKED_STEPS and self._vocab_size is not None:
                 _check_ids(batches, self._vocab_size, labels_too=self._labels_are_ids)
-            by_source = self.mixture and self.mixture.tokens_of(batches)
-            counts = Counts.of(batches, self._token_bytes)
-            yield batches, (counts._replace(by_source=by_source) if by_source else counts, position)
+            counts = Counts.of(batches, self._token_bytes)._replace(by_source=self.data.tokens)
+            yield batches, (counts, position)
 
-    def set_epoch(self, epoch: int, behind: Position | None = None) -> None:
-        """Go to the start of ``epoch``, ``behind`` the data that training has read; if it is the present one, keep the
-        position."""
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of ``epoch``; if it is the present one, keep the position."""
         if epoch != self.epoch:
-            self._position = self.start_of(epoch, behind or self._position)
-
-    def start_of(self, epoch: int, behind: Position) -> Position:
-        """The position at the start of an epoch, ``behind`` what was read before."""
-        return self._data.start_of(epoch, behind)
-
-    def settle(self, position: Position, step: int, total: int) -> bool:
-        """Let the order from ``position`` on be that of a run which is at ``step`` of ``total`` there. True: it was
-        another one before, and the loader has gone to the position."""
-        settled = self._data.settled(position, step, total)
-        if settled != position:
-            self._position = settled
-        return settled != position
-
-    def steps_left(self, position: Position) -> int | None:
-        """Steps from a position to where the data end for good; None where they never do."""
-        return self._data.steps_left(position)
-
-    def note(self, position: Position, step: int, path: Path | None, group: Any, *, starts: bool) -> None:
-        """See ``Unscheduled``."""
-        self._data.note(position, step, path, group, starts=starts)
+            self._position = start_of(epoch)
 
     def state_dict(self) -> Position:
         """The position after the last step that was yielded; data read ahead do not count."""
@@ -199,16 +170,16 @@ class TrainLoader:
                 {**dict.fromkeys(("items", "num_workers", "used", "chunk"), COUNT), "source": ANYTHING},
                 "stream",
             )
-        self._data.check(state)
+        self.data.check(state)
         self._position = dict(state)
 
     def samples_between(self, start: Position, stop: Position) -> list[int] | None:
         """Numbers of the samples from one position to a later one, in order; None for data without numbers."""
-        return self._data.between(start, stop)
+        return self.data.between(start, stop)
 
     def close(self) -> None:
         """End persistent workers."""
-        self._data.close()
+        self.data.close()
 
 
 def _check_first_step(first: FirstRound, *, drop_last: bool) -> None:
@@ -302,16 +273,14 @@ class EvalLoader:
         workers = Workers(num_workers, prefetch_factor, persistent_workers)
         self._rounds: IterableRounds | None = None
         if is_map_style(dataset):
-            every = getattr(dataset, "parts_by_source", {"": range(len(dataset))})
-            sources = [part[:max_samples] for part in every.values()]
-            parts = [rank_part(sum(map(len, sources)), rank, size) for rank in range(size)]
+            sources = getattr(dataset, "parts_by_source", {"": range(len(dataset))}).values()
+            used = [number for source in sources for number in source[:max_samples]]
+            parts = [rank_part(len(used), rank, size) for rank in range(size)]
             self._check(FirstRound(list(map(len, parts)), [batch_size] * size, "samples", own_shards=False))
             self._batches = Batches(dataset, collate_fn, workers, 0, tell_epoch=False)
-            self._numbers, begin = list[list[int]](), 0
-            for source in sources:
-                own = source[max(parts[rank].start - begin, 0) : max(parts[rank].stop - begin, 0)]
-                self._numbers += microbatches(list(own), batch_size)
-                begin += len(source)
+            own = [used[place] for place in parts[rank]]
+            of_sources = [[number for number in own if number in source] for source in sources]
+            self._numbers = [batch for each in of_sources for batch in microbatches(each, batch_size)]
         else:
             self._settings |= {} if data_ranks is None else {"dispatch_eval_batches": dispatch is not False}
             self._rounds = IterableRounds(

@@ -1,92 +1,92 @@
-"""Sequences of several sources as one dataset, whose batches may hold those of all, their order in training, and what
-of them was read.
+"""Sequences of several sources as one dataset, whose batches may hold those of all, and their order in training.
 
 A sample's number is its source's first number plus its index there; B samples, T = seq_len.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from itertools import accumulate, groupby
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from forgather_cli.data.cache import digest
 from forgather_cli.data.loaders.collate import Batch, Position, Share, default_collate
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
+from forgather_cli.data.mixture.audit import Tally, tally, write
 from forgather_cli.data.mixture.settings import MixtureSettings, steps_of
 from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply, exact
-from forgather_cli.data.order import Order, mix
 from forgather_cli.data.samples import one_of
 from forgather_cli.data.splits import SourceUse
 from forgather_cli.distributed import gather
 from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
-from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
 from forgather_cli.errors import DataError
 from forgather_cli.labels import LENGTHS, SOURCES
 
-_BLOCK = 4096  # positions that are dealt at once
-_NUMBERS = "mixture_samples"
+_TOGETHER = 4096  # positions that are dealt at once
 _AHEAD = 16  # steps whose tallies are kept: more than are read before one is trained on
 _MANY = 4  # passes, beyond which data teach ever less (Muennighoff et al. 2023, arXiv:2305.16264)
 _log = logging.getLogger(__name__)
-Ints = NDArray[np.int64]
 
 
 class JoinedDataset:
     """The samples of several datasets, one's behind another's. A batch has the keys that any of them has."""
 
     def __init__(self, sources: Mapping[str, Any], seq_len: int) -> None:
-        self.names, self.seq_len = list(sources), seq_len
-        self.sizes = [len(source) for source in sources.values()]
-        self.firsts = np.cumsum([0, *self.sizes])
-        places = zip(self.names, self.firsts.tolist(), self.sizes, strict=False)
-        self.parts_by_source = {name: range(first, first + size) for name, first, size in places}
+        self.seq_len = seq_len
+        self.sizes = {name: len(source) for name, source in sources.items()}
+        self.firsts = [0, *accumulate(self.sizes.values())]
+        places = zip(self.sizes, self.firsts, self.firsts[1:], strict=False)
+        self.parts_by_source = {name: range(first, behind) for name, first, behind in places}
         """The numbers of each source's samples, for evaluation."""
         self._sources = list(sources.values())
         self._like: Batch = {}
         """One row of each key."""
-        for number in range(len(self.names)):
-            self._like = {**self._read(number, [0]), **self._like}
+        for number in reversed(range(len(sources))):
+            self._like |= self._read(number, [0])
 
     def __len__(self) -> int:
-        return int(self.firsts[-1])
+        return self.firsts[-1]
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         return one_of(self, index)
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch:
-        owners = np.searchsorted(self.firsts, numbers, side="right") - 1
-        batch = {key: self._absent(key, row, len(numbers)) for key, row in self._like.items()}
-        for source in np.unique(owners):
-            rows = np.flatnonzero(owners == source)
-            read = self._read(int(source), (np.asarray(numbers)[rows] - self.firsts[source]).tolist())
-            for key, value in read.items():
-                batch[key][torch.from_numpy(rows)] = value
-        return {**batch, SOURCES: torch.from_numpy(owners)}
+        owners = [bisect_right(self.firsts, number) - 1 for number in numbers]
+        indices = [number - self.firsts[owner] for number, owner in zip(numbers, owners, strict=True)]
+        rows = sorted(range(len(owners)), key=owners.__getitem__)
+        parts = [
+            self._read(owner, [indices[row] for row in own]) for owner, own in groupby(rows, key=owners.__getitem__)
+        ]
+        places = torch.tensor(rows).argsort()
+        batch = {key: torch.cat([part[key] for part in parts])[places] for key in self._like}
+        return {**batch, SOURCES: torch.tensor([owners, indices]).T}
 
     def _read(self, source: int, indices: list[int]) -> Batch:
+        """With all keys."""
         dataset = self._sources[source]
         many = getattr(dataset, "__getitems__", None)
         rows = many(indices) if many else [dataset[index] for index in indices]
-        return default_collate(rows) if isinstance(rows, list) else rows
+        batch: Batch = default_collate(rows) if isinstance(rows, list) else dict(rows)
+        if LENGTHS not in batch:
+            mask = batch.get("attention_mask", ids := batch["input_ids"])
+            batch[LENGTHS] = (mask if mask.shape == ids.shape and mask is not ids else torch.ones_like(ids)).sum(1)
+        for key in self._like.keys() - batch.keys():
+            batch[key] = self._absent(key, self._like[key], len(indices))
+        return batch
 
     def _absent(self, key: str, row: Tensor, count: int) -> Tensor:
         """What a key is in rows that do not have it: one document, positions that count up, no padding."""
         if key == "position_ids":
             return torch.arange(self.seq_len).repeat(count, 1)
-        fill = self.seq_len if key == LENGTHS else 0
-        return torch.full((count, *row.shape[1:]), fill, dtype=row.dtype)
+        return torch.full((count, *row.shape[1:]), int(key == "attention_mask"), dtype=row.dtype)
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,9 @@ class Shares:
         steps = steps_of([at for at, _ in self.schedule], total)
         if steps != sorted(steps):
             raise DataError(f"data.weight_schedule: at goes back, got the steps {steps}; put them in order")
+        start = begin - step * batch if steps else 0  # weights that do not change hold from anywhere on
         entries = [(0, self.weights), *zip(steps, (weights for _, weights in self.schedule), strict=True)]
-        return Stretch(begin, self.supplies, [(begin + (at - step) * batch, dict(each)) for at, each in entries])
+        return Stretch(begin, self.supplies, [(start + at * batch, dict(each)) for at, each in entries])
 
 
 def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, seq_len: int) -> list[SourceUse]:
@@ -135,14 +136,11 @@ def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, 
 
 
 class MixtureDataset(JoinedDataset):
-    """What a mixture trains on. A batch tells the numbers of its samples, which ``MixtureSteps`` takes out."""
+    """What a mixture trains on."""
 
     def __init__(self, sources: Mapping[str, Any], seq_len: int, shares: Shares) -> None:
         super().__init__(sources, seq_len)
         self.shares = shares
-
-    def __getitems__(self, numbers: Sequence[int]) -> Batch:
-        return {**super().__getitems__(numbers), _NUMBERS: torch.tensor(numbers)}
 
     def make_training_steps(
         self, share: Share, batches: Batches, seed: int, *, shuffle: bool, group_by_length: str | None
@@ -162,18 +160,12 @@ class MixtureSteps(MapStyleSteps):
     """
 
     def __init__(self, data: MixtureDataset, share: Share, batches: Batches, seed: int, *, shuffle: bool) -> None:
-        super().__init__(
-            sum(supply.samples for supply in data.shares.supplies.values()), share, batches, seed, shuffle=shuffle
-        )
-        self._shares, self._seq_len = data.shares, data.seq_len
-        self.names, self.keeps_sources, self.mixture = data.names, False, self
-        """``keeps_sources``: batches say of which source their rows are."""
-        self._places = dict(zip(data.names, zip(data.firsts.tolist(), data.sizes, strict=False), strict=True))
-        """(first number, size) of each source."""
+        length = sum(supply.samples for supply in data.shares.supplies.values())
+        super().__init__(length, share, batches, seed, shuffle=shuffle)
+        self._data, self.names = data, list(data.sizes)
         self._known: tuple[list[Any], Mixture] | None = None
-        self._newest_block: tuple[Mixture, int, Ints] | None = None
-        self._firsts, self._nothing = data.firsts, np.zeros((len(data.names), 2), np.uint64)
-        self._tallies: dict[int, NDArray[np.uint64]] = {}
+        self._nothing = np.zeros((len(self.names), 2), np.uint64)
+        self._tallies: dict[int, Tally] = {}
         """By position: of what this rank was handed from the start of the run's process to there."""
 
     # ------------------------------------------------------------------------------------------------------- position
@@ -198,44 +190,28 @@ class MixtureSteps(MapStyleSteps):
     def settled(self, position: Position, step: int, total: int) -> Position:
         if "ranges" in position:  # what stands there follows from the settings alone
             return position
-        at, known = position.get("position", 0), position.get("stretches", [])
-        new = self._shares.stretch(at, step, total or len(self), self._share.global_batch)
+        at, known, batch = position.get("position", 0), position.get("stretches", []), self._share.global_batch
+        new = self._data.shares.stretch(at, step, total or len(self), batch)
         mixture = self._mixture(known) if known else Mixture([new])
-        if known:
-            last = mixture.stretches[-1]
-            constant = len(last.weights) == len(new.weights) == 1
-            old, now = ([each for _, each in one.weights] if constant else one.weights for one in (last, new))
-            if old != now or last.sources != new.sources:
-                mixture = mixture.appended(new)
-        elif mixture.end is not None and mixture.end < self._share.global_batch and self._share.drop_last:
+        if replace(mixture.stretches[-1], begin=at) != new:
+            mixture = mixture.appended(new)
+        if not known and mixture.end < batch and self._share.drop_last:
             raise DataError(
-                f"global_batch_size: {self._share.global_batch} sequences per step, but the sources end after "
-                f"{mixture.end}; lower it, or set dataloader_drop_last=false"
+                f"global_batch_size: {batch} sequences per step, but the sources end after {mixture.end}; lower it, or "
+                "set dataloader_drop_last=false"
             )
         if total and not self.facts:
-            uses = uses_of(mixture, at, step, total, self._share.global_batch, self._seq_len)
+            uses = uses_of(mixture, at, step, total, batch, self._data.seq_len)
             self.facts = {f"source {each.name}": str(each) for each in uses}
         return {**position, "position": at, "stretches": [stretch.state() for stretch in mixture.stretches]}
 
-    def steps_left(self, position: Position) -> int | None:
+    def steps_left(self, position: Position) -> int:
         if "ranges" in position:
-            return None
-        end = self._mixture(position["stretches"]).end
-        return (
-            None if end is None else self._share.num_steps(max(end - position["position"], 0), self._share.global_batch)
-        )
-
-    def tokens_of(self, batches: list[Batch]) -> list[int]:
-        """Tokens of each source."""
-        counts = torch.zeros(len(self.names), dtype=torch.int64)
-        for batch in batches:
-            owners = batch[SOURCES] if self.keeps_sources else batch.pop(SOURCES)
-            lengths = batch.get(LENGTHS, torch.tensor(batch["input_ids"].shape[1]))
-            counts.index_add_(0, owners, lengths.expand(len(owners)))
-        return counts.tolist()
+            return super().steps_left(position)
+        left = self._mixture(position["stretches"]).end - position["position"]
+        return self._share.num_steps(max(left, 0), self._share.global_batch)
 
     def passes(self, position: Position) -> dict[str, float]:
-        """How often each source has been read before a position; nothing of a share of a pool."""
         if "ranges" in position:
             return {}
         mixture = self._mixture(position["stretches"])
@@ -250,18 +226,16 @@ class MixtureSteps(MapStyleSteps):
     # -------------------------------------------------------------------------------------------------------- samples
 
     def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
-        tally = self._tallies.get(position.get("position", 0), self._nothing)
+        handed = self._tallies.get(position.get("position", 0), self._nothing)
         for batches, after in super().read(position):
-            tally = sum((self.tally(batch.pop(_NUMBERS).numpy()) for batch in batches), tally)
-            self._tallies = dict([*self._tallies.items(), (after.get("position", 0), tally)][-_AHEAD:])
+            tokens = torch.zeros(len(self.names), dtype=torch.int64)
+            for batch in batches:
+                samples = batch[SOURCES] if self.keeps_sources else batch.pop(SOURCES)
+                handed = handed + tally(samples.numpy(), len(self.names))
+                tokens.index_add_(0, samples[:, 0], batch[LENGTHS])
+            self.tokens = tokens.tolist()
+            self._tallies = dict([*self._tallies.items(), (after.get("position", 0), handed)][-_AHEAD:])
             yield batches, after
-
-    def tally(self, numbers: Ints) -> NDArray[np.uint64]:
-        """(sources, 2) of samples: how many, and the sum modulo 2^64 of the hashes of their indices in the source."""
-        owners, tally = np.searchsorted(self._firsts, numbers, side="right") - 1, self._nothing.copy()
-        hashes = mix((numbers - self._firsts[owners] + 1).astype(np.uint64))  # that of 0 is 0
-        np.add.at(tally, owners, np.stack([np.ones_like(hashes), hashes], axis=1))
-        return tally
 
     def note(self, position: Position, step: int, path: Path | None, group: Any, *, starts: bool) -> None:
         if "ranges" in position:  # the pool's ledger tells who has read what
@@ -272,25 +246,27 @@ class MixtureSteps(MapStyleSteps):
         of_ranks = dict(gather((self._share.rank, mine.tolist()), group))  # some read the same
         if path is not None:
             total = np.array([*of_ranks.values()], np.uint64).sum(axis=0).tolist()
-            sources = {name: [size, *of] for (name, (_, size)), of in zip(self._places.items(), total, strict=True)}
+            sources = {name: [size, *of] for (name, size), of in zip(self._data.sizes.items(), total, strict=True)}
             line = {"starts": starts, "step": step, "order": [self._seed, self._shuffle], "sources": sources}
-            _write({**line, "position": position["position"], "stretches": position["stretches"]}, path)
+            write({**line, "position": position["position"], "stretches": position["stretches"]}, path)
 
     def _requests(self, position: Position) -> Iterator[tuple[list[Request], Position]]:
         share, size, batch = self._share, self._share.micro_batch, self._share.global_batch
         if "stretches" not in position:
             at = position["epoch"] * self._length + position["sample"]
             position = {**self.settled(position, 0, 0), "position": at}
-        mixture = self._mixture(position["stretches"])
+        mixture, dealt = self._mixture(position["stretches"]), list[int]()
         while position["sample"] + (batch if share.drop_last else 1) <= self._length:
             begin = position["position"]
-            end = begin + batch if mixture.end is None else min(begin + batch, mixture.end)
-            if end - begin < (batch if share.drop_last else 1):
+            count = min(batch, mixture.end - begin)
+            if count < (batch if share.drop_last else 1):
                 return
-            part = share.of(end - begin)
-            numbers = self._numbers(mixture, begin + part.start, begin + part.stop)
+            if len(dealt) < count:
+                dealt = self._numbers(mixture, begin, min(begin + max(batch, _TOGETHER), mixture.end))
+            part = share.of(count)
+            numbers, dealt = dealt[part.start : part.stop], dealt[count:]
             requests = [(position["epoch"], numbers[at : at + size]) for at in range(0, len(numbers), size)]
-            position = {**position, "sample": position["sample"] + end - begin, "position": end}
+            position = {**position, "sample": position["sample"] + count, "position": begin + count}
             yield requests, position
 
     def between(self, start: Position, stop: Position) -> list[int] | None:
@@ -298,116 +274,17 @@ class MixtureSteps(MapStyleSteps):
         if "ranges" in start or "ranges" in stop:
             return None
         mixture = self._mixture(stop["stretches"])
-        there = set(mixture.names) <= self._places.keys()
+        there = set(mixture.names) <= set(self.names)
         return self._numbers(mixture, start["position"], stop["position"]) if there else None
 
     def _samples(self, epoch: int, start: int, stop: int) -> list[int]:
         """Of ranges, whose numbers are positions."""
-        stretch = self._shares.stretch(0, 0, len(self), self._share.global_batch)
+        stretch = self._data.shares.stretch(0, 0, len(self), self._share.global_batch)
         first = epoch * self._length
         return self._numbers(self._mixture([stretch.state()]), first + start, first + stop)
 
     def _numbers(self, mixture: Mixture, begin: int, end: int) -> list[int]:
         """Of the samples at positions [begin, end)."""
-        found: list[int] = []
-        while begin < end:
-            number, offset = divmod(begin, _BLOCK)
-            found += self._block(mixture, number)[offset : offset + end - begin].tolist()
-            begin = (number + 1) * _BLOCK
-        return found
-
-    def _block(self, mixture: Mixture, number: int) -> Ints:
-        if self._newest_block is None or self._newest_block[0] is not mixture or self._newest_block[1] != number:
-            first = number * _BLOCK
-            last = first + _BLOCK if mixture.end is None else min(first + _BLOCK, mixture.end)
-            begins = [stretch.begin for stretch in mixture.stretches]
-            parts = [
-                self._numbers_in(stretch, mixture, max(first, begin), min(last, end))
-                for stretch, begin, end in zip(mixture.stretches, begins, [*begins[1:], last], strict=True)
-                if max(first, begin) < min(last, end)
-            ]
-            self._newest_block = mixture, number, np.concatenate(parts)
-        return self._newest_block[2]
-
-    def _numbers_in(self, stretch: Stretch, mixture: Mixture, begin: int, end: int) -> Ints:
-        sources, passes, indices = mixture.deal(begin, end)
-        numbers = np.full(end - begin, -1, np.int64)
-        for source in np.unique(sources):
-            if (place := self._places.get(name := mixture.names[source])) is None:  # it is gone, and all this behind
-                continue
-            samples, (first, size) = stretch.sources[name].samples, place
-            seed = int(digest([self._seed, name])[:16], 16)
-            for number in np.unique(passes[sources == source]):
-                here = (sources == source) & (passes == number)
-                at = indices[here]
-                if samples < size and number:  # of the first ``samples`` of pass 0
-                    at = Order(samples, seed, int(number), shuffle=self._shuffle).at(at)
-                within = 0 if samples < size else int(number)
-                numbers[here] = first + Order(size, seed, within, shuffle=self._shuffle).at(at).astype(np.int64)
+        samples = mixture.samples(begin, end, self._data.sizes, self._seed, shuffle=self._shuffle)
+        numbers: list[int] = (np.array(self._data.firsts)[samples[:, 0]] + samples[:, 1]).tolist()
         return numbers
-
-
-# ---------------------------------------------------------------------------------------------------------- the audit
-# Each start and save writes a line to RUN/mixture.jsonl, and a rollback before it goes back: step, position, stretches,
-# seed and shuffling ("order"), and by source [its size, how many of its sequences the loaders of all ranks have handed
-# out since the start, the sum of the hashes of their indices], which does not depend on their order. The indices have
-# come with the rows.
-
-
-def _write(line: Mapping[str, Any], path: Path) -> None:
-    """Add a line; one of a start cuts those behind its position."""
-    with suppress(OSError):  # a save that follows will say so
-        try:
-            if line["starts"] and path.exists():
-                known = {text: json.loads(text) for text in read_bytes(path).split(b"\n")[:-1]}
-                at, step = line["position"], line["step"]
-                # one of this step or before is behind a position that was moved back, and tells of it
-                kept = [text for text, of in known.items() if of["step"] <= step or of["position"] <= at]
-                write_whole(path, b"".join(text + b"\n" for text in kept))
-        except (LookupError, TypeError, ValueError) as error:
-            set_aside(path, f"{path}: is damaged ({error})")
-        append(path, json.dumps(line).encode() + b"\n", durable=True)
-
-
-def audit(path: Path) -> dict[str, Any]:
-    """{lost, repeated, sources: {NAME: {sequences, share}}} from the first line on, without a torn last one.
-
-    Raises DataError.
-    """
-    try:
-        return _compared([json.loads(text) for text in read_bytes(path).split(b"\n")[:-1]])
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); name a run on data=mixture") from error
-    except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise DataError(f"{path}: is damaged ({error}), so what was read is not known") from error
-
-
-def _compared(lines: list[Any]) -> dict[str, Any]:
-    """At each line what was to be handed out, by its stretches, is compared with what was; what has come since the line
-    before is lost or repeated. Where a source's number is right and its hash is not, at least one is lost and another
-    one repeated.
-    """
-    sizes = {name: size for line in lines for name, (size, *_) in line["sources"].items()}
-    shares = SimpleNamespace(supplies={name: Supply(size) for name, size in sizes.items()})
-    data: Any = SimpleNamespace(names=[*sizes], sizes=[*sizes.values()], shares=shares, seq_len=0)
-    data.firsts, nothing = np.cumsum([0, *data.sizes]), np.zeros((len(sizes), 2), np.uint64)
-    before = handed = missing = nothing
-    settings, lost, repeated = None, 0, 0
-    for line in lines:
-        if settings != (settings := (line["order"], line["stretches"])):
-            (seed, shuffle), due, at = line["order"], nothing, lines[0]["position"]
-            steps = MixtureSteps(data, Share(1, 1, 0, 1, drop_last=False), data, seed, shuffle=shuffle)
-        begin, end = sorted((at, line["position"]))
-        for first in range(begin, end, _BLOCK):
-            last = {**line, "position": min(first + _BLOCK, end)}
-            part = steps.tally(np.array(steps.between({"position": first}, last)))
-            due = due + part if at == begin else due - part
-        at, before = line["position"], handed if line["starts"] else before
-        handed = before + np.array([line["sources"].get(name, (0, 0, 0))[1:] for name in sizes], np.uint64)
-        new, missing = (due - handed - missing).view(np.int64), due - handed
-        for count, hashes in new.tolist():
-            unlike = int(count == 0 and hashes != 0)
-            lost, repeated = lost + max(count, 0) + unlike, repeated + max(-count, 0) + unlike
-    counts = dict(sorted(zip(sizes, handed[:, 0].tolist(), strict=True)))
-    sources = {name: {"sequences": n, "share": n / max(sum(counts.values()), 1)} for name, n in counts.items()}
-    return {"lost": lost, "repeated": repeated, "sources": sources}

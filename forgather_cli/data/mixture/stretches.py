@@ -16,8 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from forgather_cli.data.cache import digest
 from forgather_cli.data.mixture.dealing import Dealing
-from forgather_cli.data.mixture.quotas import FOREVER, Quotas
+from forgather_cli.data.mixture.quotas import Quotas
+from forgather_cli.data.order import Order
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -61,15 +65,17 @@ def exact(weights: Mapping[str, float | str | Fraction]) -> dict[str, Fraction]:
 class _Ledger:
     """A stretch, and the place of each source at its beginning."""
 
-    def __init__(self, stretch: Stretch, places: Mapping[str, tuple[int, int]]) -> None:
-        """``places``: (pass, index in it) of each source's next sample; a source that has none is new."""
+    def __init__(self, stretch: Stretch, places: Mapping[str, tuple[int, int]], before: Mapping[str, Supply]) -> None:
+        """``places``: (pass, index in it) of each source's next sample; a source that has none is new. ``before``: of
+        the pass that a place lies in."""
         self.stretch = stretch
         self.names = sorted(stretch.sources)  # the first of equal deadlines does not depend on the order of settings
         sources = [stretch.sources[name] for name in self.names]
         firsts = []
         for name, source in zip(self.names, sources, strict=True):
             epoch, index = places.get(name, (0, 0))
-            if index >= source.samples:  # max_samples has become less than what was read of this pass
+            # of pass 0 any number of samples is the beginning, of a later one it is an order of its own
+            if index >= source.samples or (epoch and index and before[name].samples != source.samples):
                 epoch, index = epoch + 1, 0
             firsts.append(epoch * source.samples + index)
         holds = [
@@ -96,18 +102,19 @@ class Mixture:
         """``stretches``: in order; each holds from its ``begin`` to the next one's."""
         self.stretches = tuple(stretches)
         self._ledgers: list[_Ledger] = []
+        before: dict[str, Supply] = {}
         for stretch in self.stretches:
-            self._ledgers.append(_Ledger(stretch, self.places(stretch.begin) if self._ledgers else {}))
+            self._ledgers.append(_Ledger(stretch, self.places(stretch.begin) if before else {}, before))
+            before |= stretch.sources
         self.names = sorted({name for stretch in self.stretches for name in stretch.sources})
         """Of all sources there ever were; ``deal`` returns indices into it."""
         self._ids = [np.array([self.names.index(name) for name in ledger.names], np.int64) for ledger in self._ledgers]
 
     @property
-    def end(self) -> int | None:
-        """The position at which training ends since its sources have; None where it never does by these."""
+    def end(self) -> int:
+        """The position at which training ends since its sources have; where it never does by these, one behind all."""
         last = self._ledgers[-1]
-        end = last.dealing.quotas.end
-        return None if end == FOREVER else last.stretch.begin + end
+        return last.stretch.begin + last.dealing.quotas.end
 
     @property
     def ends(self) -> list[tuple[int, str]]:
@@ -119,14 +126,10 @@ class Mixture:
         """With other settings from a position on, and as it was before; later stretches are gone."""
         return Mixture([*(each for each in self.stretches if each.begin < stretch.begin), stretch])
 
-    def at(self, position: int) -> tuple[str, int, int]:
-        """(source, pass, index in the pass)."""
-        sources, epochs, indices = self.deal(position, position + 1)
-        return self.names[sources[0]], int(epochs[0]), int(indices[0])
-
-    def deal(self, begin: int, end: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(sources, passes, indices in the pass) of positions [begin, end); IndexError for those behind the end."""
-        parts = [(np.empty(0, np.int64),) * 3]
+    def deal(self, begin: int, end: int) -> Ints:
+        """(4, n): sources, how many samples they have in a pass, passes, and indices in the pass, at positions [begin,
+        end); IndexError for those behind the end."""
+        parts = [np.empty((4, 0), np.int64)]
         for (ledger, stop), ids in zip(self._ledgers_to(end), self._ids, strict=False):
             dealing, first = ledger.dealing, ledger.stretch.begin
             while begin < stop:
@@ -135,11 +138,27 @@ class Mixture:
                 if until <= begin:
                     raise IndexError(f"the sources of this mixture end before position {begin}")
                 sources, counts = (part[begin - first - start : until - first - start] for part in dealing.table(start))
-                epochs, indices = np.divmod(ledger.firsts[sources] + counts, ledger.samples[sources])
-                parts.append((ids[sources], epochs, indices))
+                samples = ledger.samples[sources]
+                passes, indices = np.divmod(ledger.firsts[sources] + counts, samples)
+                parts.append(np.stack([ids[sources], samples, passes, indices]))
                 begin = until
-        sources, epochs, indices = (np.concatenate(column) for column in zip(*parts, strict=True))
-        return sources, epochs, indices
+        return np.concatenate(parts, axis=1)
+
+    def samples(self, begin: int, end: int, sizes: Mapping[str, int], seed: int, *, shuffle: bool) -> Ints:
+        """(n, 2): the source, by its place in ``sizes``, and the index there of the sample at each position. ``sizes``:
+        samples of each source, ``max_samples`` not counted."""
+        dealt, names = self.deal(begin, end), list(sizes)
+        found = np.empty((end - begin, 2), np.int64)
+        for group in np.unique(dealt[:3], axis=1).T:
+            here = (dealt[:3] == group[:, None]).all(axis=0)
+            (source, samples, number), indices = group.tolist(), dealt[3, here]
+            name = self.names[source]
+            key = int(digest([seed, name])[:16], 16)
+            if number and samples < sizes[name]:  # the first ``samples`` of pass 0, in an order of this one's
+                indices, number = Order(samples, key, number, shuffle=shuffle).at(indices), 0
+            found[here, 0] = names.index(name)
+            found[here, 1] = Order(sizes[name], key, number, shuffle=shuffle).at(indices)
+        return found
 
     def counts(self, position: int) -> dict[str, int]:
         """Sequences of each source before the position, of all stretches."""
@@ -155,12 +174,6 @@ class Mixture:
         for ledger, stop in self._ledgers_to(position):
             places |= ledger.places(stop)
         return places
-
-    def quotas(self, position: int) -> dict[str, Fraction]:
-        """What each source should have had since its stretch began: ``counts`` since then are less than 1 away."""
-        ledger, _ = self._ledgers_to(position)[-1]
-        values, unit = ledger.dealing.quotas.at(position - ledger.stretch.begin)
-        return {name: Fraction(value, unit) for name, value in zip(ledger.names, values, strict=True)}
 
     def _ledgers_to(self, position: int) -> list[tuple[_Ledger, int]]:
         """Those that begin up to the position, and where each stops, there at the latest."""

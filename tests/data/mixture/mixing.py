@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from chats import conversation, write_lines
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
 from forgather_cli.data.loaders.loader import TrainLoader
+from forgather_cli.data.mixture.stretches import Mixture
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.worker import read_data
 
@@ -51,6 +53,27 @@ def data(*words: str) -> DataSplits:
 
 def loader(dataset: Any, global_batch: int, micro_batch: int, **given: Any) -> TrainLoader:
     return TrainLoader(dataset, **{"seed": 1, **given}, global_batch_size=global_batch, micro_batch_size=micro_batch)
+
+
+def settle(made: TrainLoader, position: Any, step: int, total: int) -> bool:
+    """The loader goes to a position as training does, at which the run is at ``step`` of ``total``. True: the order
+    from there on was another one before."""
+    settled = made.data.settled(position, step, total)
+    made.load_state_dict(settled)
+    return settled != position
+
+
+def place(mixture: Mixture, position: int) -> tuple[str, int, int]:
+    """(source, pass, index in the pass)."""
+    [[source], _, [number], [index]] = mixture.deal(position, position + 1).tolist()
+    return mixture.names[source], number, index
+
+
+def quotas(mixture: Mixture, position: int) -> dict[str, Fraction]:
+    """What each source should have had since its stretch began."""
+    ledger, _ = mixture._ledgers_to(position)[-1]
+    values, unit = ledger.dealing.quotas.at(position - ledger.stretch.begin)
+    return {name: Fraction(value, unit) for name, value in zip(ledger.names, values, strict=True)}
 
 
 def at(state: Any, made: TrainLoader) -> TrainLoader:

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from mixing import QUIET, config, data, loader, write_files
+from mixing import QUIET, config, data, loader, place, settle, write_files
 from program import forgather
 from ranks import run_ranks
 from tiny import metrics
@@ -170,7 +170,7 @@ def test_batches_of_evaluation_hold_one_source() -> None:
         for most in (None, 1, 4):
             ranks = [EvalLoader(split, batch_size=4, rank=rank, size=size, max_samples=most) for rank in range(size)]
             batches = [batch for each in ranks for batch in each]
-            assert all(len(set(batch[SOURCES].tolist())) == 1 for batch in batches)
+            assert all(len(set(batch[SOURCES][:, 0].tolist())) == 1 for batch in batches)
             rows = torch.cat([batch["input_ids"] for batch in batches])
             wanted = [n for part in split.parts_by_source.values() for n in part[:most]]
             assert torch.equal(rows, split.__getitems__(wanted)["input_ids"])
@@ -181,11 +181,12 @@ def test_padding_is_no_token() -> None:
     chats = "+data.sources.chats={type: instruct, files: [chats.jsonl], packing: pad, weight: 2}"
     dataset = data(chats, "+data.chat_template=chatml", "data.weight_schedule=[]", "seq_len=128").train
     made = loader(dataset, 8, 4)
-    made.settle(made.state_dict(), 0, 9)
+    settle(made, made.state_dict(), 0, 9)
     step = next(iter(made))
-    of = dict(zip(made.mixture.names, step.counts.by_source, strict=True))
+    of = dict(zip(made.data.names, step.counts.by_source, strict=True))
     assert sum(of.values()) == step.counts.tokens
-    places = [made.mixture._mixture(made.state_dict()["stretches"]).at(p)[0] for p in range(8)]
+    mixture = Mixture([Stretch.from_state(each) for each in made.state_dict()["stretches"]])
+    places = [place(mixture, p)[0] for p in range(8)]
     assert 0 < of["chats"] < 128 * places.count("chats")
     assert of["prose"] == 128 * places.count("prose")
     assert not any(SOURCES in batch for batch in step.microbatches)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from mixing import QUIET, at, config, data, loader, write_files
+from mixing import QUIET, at, config, data, loader, place, settle, write_files
 from program import Process, forgather
 from ranks import run_ranks
 from tiny import metrics, training_curve
@@ -39,7 +39,7 @@ def _files(own_directory: None) -> None:
 def settled(dataset: Any, step: int = 0, total: int = 12, position: Any = None, **given: Any) -> TrainLoader:
     """A loader that begins as training does."""
     made = loader(dataset, 8, 4, **given)
-    made.settle(position or made.state_dict(), step, total)
+    settle(made, position or made.state_dict(), step, total)
     return made
 
 
@@ -70,7 +70,7 @@ def expected(given: Config, stretches: Any, begin: int, end: int, seed: int = 1)
     alone = {name: load_data(option.option(name)).train for name in option.sources}
     found = []
     for position in range(begin, end):
-        name, epoch, index = mixture.at(position)
+        name, epoch, index = place(mixture, position)
         [number] = Order(len(alone[name]), key(seed, name), epoch)[index : index + 1]
         found.append(alone[name][number]["input_ids"])
     return torch.stack(found)
@@ -106,7 +106,7 @@ def test_ranks_and_micro_batches_share_one_order(size: int) -> None:
         position = json.loads(json.dumps(alone[step - 1][1]))
         ranks = [at(position, loader(dataset, 8, 3, rank=rank, size=size)) for rank in range(size)]
         for each in ranks:
-            assert not each.settle(position, step, 12)
+            assert not settle(each, position, step, 12)
         assert same(rows(ranks, 5), alone[step : step + 5])
 
 
@@ -116,7 +116,7 @@ def test_other_weights_begin_where_they_are_changed() -> None:
     changed = loader(read_data(given).train, 4, 4)
     position = before[-1][1]
     changed.load_state_dict(position)
-    assert changed.settle(position, 20, 40)
+    assert settle(changed, position, 20, 40)
     found = rows([changed], 40)
     stretches = found[-1][1]["stretches"]
     assert [each["begin"] for each in stretches] == [0, 160]
@@ -124,7 +124,7 @@ def test_other_weights_begin_where_they_are_changed() -> None:
     together = torch.cat([step for step, _ in (*before, *found)])
     assert torch.equal(together, expected(given, stretches, 0, 320))
     mixture = Mixture([Stretch.from_state(each) for each in stretches])
-    seen = Counter(mixture.at(place) for place in range(320))
+    seen = Counter(place(mixture, position) for position in range(320))
     assert set(seen.values()) == {1}  # no sample twice in a pass, over the change
 
 
@@ -138,14 +138,14 @@ def test_a_source_comes_goes_and_returns_where_it_was() -> None:
         made = loader(data(*words).train, 8, 4)
         position = position or made.state_dict()
         made.load_state_dict(position)
-        assert made.settle(position, step, 99)
+        assert settle(made, position, step, 99)
         position, step = rows([made], 10)[-1][1], step + 10
         places.append(Mixture([Stretch.from_state(each) for each in position["stretches"]]).places(8 * step))
     first, second, third = places
     assert first["code"] == second["code"] < third["code"]
     mixture = Mixture([Stretch.from_state(each) for each in position["stretches"]])
-    assert next(found for p in range(160, 240) if (found := mixture.at(p))[0] == "more") == ("more", 0, 0)
-    assert next(found for p in range(160, 240) if (found := mixture.at(p))[0] == "code") == ("code", *first["code"])
+    assert next(found for p in range(160, 240) if (found := place(mixture, p))[0] == "more") == ("more", 0, 0)
+    assert next(found for p in range(160, 240) if (found := place(mixture, p))[0] == "code") == ("code", *first["code"])
 
 
 def test_max_samples_are_the_first_of_pass_0_in_each_pass() -> None:
@@ -184,16 +184,17 @@ def test_rows_of_any_packing_share_a_batch(isolate: str) -> None:
     made = read_data(given)
     assert isinstance(made.train, MixtureDataset)
     assert made.tokenizer.vocab_size == 257 + 2  # the template's markers, to text too
-    numbers = [*made.train.firsts[:-1], *(made.train.firsts[1:] - 1)]
+    numbers = [*made.train.firsts[:-1], *(first - 1 for first in made.train.firsts[1:])]
     batch = made.train.__getitems__(numbers)
-    assert batch.pop("mixture_samples").tolist() == numbers
-    assert batch.pop("source_ids").tolist() == [*range(len(made.train.names))] * 2
+    sizes = list(made.train.sizes.values())
+    wanted = [*((n, 0) for n in range(len(sizes))), *((n, size - 1) for n, size in enumerate(sizes))]
+    assert batch.pop("source_ids").tolist() == [list(each) for each in wanted]
     sources = {name: load_data(option.option(name), model_tokens=None).train for name in option.sources}
     keys = {"input_ids", "labels", "document_ids", "position_ids", "sequence_lengths"}
     assert set(batch) == (keys if isolate != "false" else {"input_ids", "labels", "sequence_lengths"})
     absent = {"document_ids": torch.zeros(64), "position_ids": torch.arange(64), "sequence_lengths": torch.tensor(64)}
-    for number, name in enumerate(made.train.names):
-        for row, index in ((number, 0), (number + len(made.train.names), len(sources[name]) - 1)):
+    for number, name in enumerate(made.train.sizes):
+        for row, index in ((number, 0), (number + len(sizes), len(sources[name]) - 1)):
             alone = {**absent, **sources[name][index]}
             for found, values in batch.items():
                 assert torch.equal(values[row], alone[found].to(values.dtype)), (name, found)
