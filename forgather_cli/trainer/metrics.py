@@ -135,8 +135,7 @@ class TrainMetrics:
         flops = self._flops.total(counts.positions, counts.square_lengths, counts.decoder_positions)
         self._steps += 1
         self._tokens += counts.tokens
-        if self._sources:
-            self._by_source.update(dict(zip(self._sources, counts.by_source, strict=True)))
+        self._by_source.update(dict(zip(self._sources, counts.by_source, strict=True)))
         self._decoder_tokens += counts.decoder_tokens
         self.total_tokens += counts.tokens
         self.total_samples += counts.samples

@@ -92,11 +92,10 @@ class TrainLoader:
         self.data: MapStyleSteps | IterableRounds
         if is_map_style(dataset):
             batches = Batches(dataset, collate_fn, workers, seed, tell_epoch=set_dataset_epoch)
-            if callable(in_order := getattr(dataset, "make_training_steps", None)):  # it says itself what stands where
-                self.data = in_order(share, batches, seed, shuffle=shuffle, group_by_length=group_by_length)
-            else:
-                lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)
-                self.data = MapStyleSteps(len(dataset), share, batches, seed, shuffle=shuffle, lengths=lengths)
+            lengths = None if group_by_length is None else lengths_of(dataset, group_by_length)
+            usual = partial(MapStyleSteps, len(dataset), lengths=lengths)
+            make = getattr(dataset, "make_training_steps", usual)  # of one that says itself what stands where
+            self.data = make(share, batches, seed, shuffle=shuffle)
         elif group_by_length is not None:
             raise DataError(
                 "train_sampling_strategy: group_by_length needs data with __getitem__ and __len__, got a "

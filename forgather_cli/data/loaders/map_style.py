@@ -252,6 +252,11 @@ def lengths_of(dataset: Any, column: str) -> NDArray[np.int64]:
     """(samples,): each sample's length: that column's value where the dataset has such a column, else the number of its
     ``input_ids``, for which every sample is read once. Raises DataError.
     """
+    if hasattr(dataset, "make_training_steps"):
+        raise DataError(
+            "train_sampling_strategy: group_by_length would move the samples of data=mixture, got it; choose random or "
+            "sequential"
+        )
     if column in (getattr(dataset, "column_names", None) or ()):
         try:
             return np.array([int(length) for length in dataset[column][:]])

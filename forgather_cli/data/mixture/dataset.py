@@ -8,8 +8,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
@@ -89,35 +88,31 @@ class JoinedDataset:
         return torch.full((count, *row.shape[1:]), int(key == "attention_mask"), dtype=row.dtype)
 
 
-@dataclass(frozen=True)
-class Shares:
-    """What the settings say of the sources, by name."""
+def supplies_of(option: MixtureSettings, sizes: Mapping[str, int]) -> dict[str, Supply]:
+    """By source, of which ``sizes`` are the numbers of samples."""
+    given = {name: option.sources[name] for name in sizes}
+    return {
+        name: Supply(
+            min(size, given[name].max_samples or size), given[name].max_epochs, given[name].on_exhausted == "stop"
+        )
+        for name, size in sizes.items()
+    }
 
-    supplies: Mapping[str, Supply]
-    weights: Mapping[str, Fraction]
-    schedule: Sequence[tuple[float, Mapping[str, Fraction]]]
-    """(at, weights)."""
 
-    @classmethod
-    def of(cls, option: MixtureSettings, lengths: Mapping[str, int]) -> Shares:
-        """``lengths``: samples of each source."""
-        supplies: dict[str, Supply] = {}
-        for name, length in lengths.items():
-            given = option.sources[name]
-            samples = min(length, given.max_samples or length)
-            supplies[name] = Supply(samples, given.max_epochs, given.on_exhausted == "stop")
-        typed = {name: source.weight for name, source in option.sources.items() if source.weight is not None}
-        weights = exact(typed or {name: supply.samples for name, supply in supplies.items()})
-        return cls(supplies, weights, [(entry.at, exact(entry.weights)) for entry in option.weight_schedule])
-
-    def stretch(self, begin: int, step: int, total: int, batch: int) -> Stretch:
-        """From a position on, at which the run is at ``step`` of ``total``, with ``batch`` sequences in each."""
-        steps = steps_of([at for at, _ in self.schedule], total)
-        if steps != sorted(steps):
-            raise DataError(f"data.weight_schedule: at goes back, got the steps {steps}; put them in order")
-        start = begin - step * batch if steps else 0  # weights that do not change hold from anywhere on
-        entries = [(0, self.weights), *zip(steps, (weights for _, weights in self.schedule), strict=True)]
-        return Stretch(begin, self.supplies, [(start + at * batch, dict(each)) for at, each in entries])
+def stretch_of(
+    option: MixtureSettings, sizes: Mapping[str, int], begin: int, step: int, total: int, batch: int
+) -> Stretch:
+    """From a position on, at which the run is at ``step`` of ``total``, with ``batch`` sequences in each."""
+    supplies, schedule = supplies_of(option, sizes), option.weight_schedule
+    steps = steps_of([entry.at for entry in schedule], total)
+    if steps != sorted(steps):
+        raise DataError(f"data.weight_schedule: at goes back, got the steps {steps}; put them in order")
+    typed = {name: source.weight for name, source in option.sources.items() if source.weight is not None}
+    weights = [typed or {name: supply.samples for name, supply in supplies.items()}]
+    weights += [entry.weights for entry in schedule]
+    start = begin - step * batch if steps else 0  # weights that do not change hold from anywhere on
+    entries = [(start + at * batch, exact(each)) for at, each in zip([0, *steps], weights, strict=True)]
+    return Stretch(begin, supplies, entries)
 
 
 def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, seq_len: int) -> list[SourceUse]:
@@ -138,19 +133,12 @@ def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, 
 class MixtureDataset(JoinedDataset):
     """What a mixture trains on."""
 
-    def __init__(self, sources: Mapping[str, Any], seq_len: int, shares: Shares) -> None:
-        super().__init__(sources, seq_len)
-        self.shares = shares
+    def __init__(self, sources: Mapping[str, Any], option: MixtureSettings) -> None:
+        super().__init__(sources, option.seq_len)
+        self.option = option
 
-    def make_training_steps(
-        self, share: Share, batches: Batches, seed: int, *, shuffle: bool, group_by_length: str | None
-    ) -> MixtureSteps:
+    def make_training_steps(self, share: Share, batches: Batches, seed: int, *, shuffle: bool) -> MixtureSteps:
         """For ``TrainLoader``."""
-        if group_by_length is not None:
-            raise DataError(
-                "train_sampling_strategy: group_by_length would move the samples of data=mixture, got it; choose "
-                "random or sequential"
-            )
         return MixtureSteps(self, share, batches, seed, shuffle=shuffle)
 
 
@@ -160,8 +148,8 @@ class MixtureSteps(MapStyleSteps):
     """
 
     def __init__(self, data: MixtureDataset, share: Share, batches: Batches, seed: int, *, shuffle: bool) -> None:
-        length = sum(supply.samples for supply in data.shares.supplies.values())
-        super().__init__(length, share, batches, seed, shuffle=shuffle)
+        supplies = supplies_of(data.option, data.sizes).values()
+        super().__init__(sum(supply.samples for supply in supplies), share, batches, seed, shuffle=shuffle)
         self._data, self.names = data, list(data.sizes)
         self._known: tuple[list[Any], Mixture] | None = None
         self._nothing = np.zeros((len(self.names), 2), np.uint64)
@@ -191,7 +179,7 @@ class MixtureSteps(MapStyleSteps):
         if "ranges" in position:  # what stands there follows from the settings alone
             return position
         at, known, batch = position.get("position", 0), position.get("stretches", []), self._share.global_batch
-        new = self._data.shares.stretch(at, step, total or len(self), batch)
+        new = stretch_of(self._data.option, self._data.sizes, at, step, total or len(self), batch)
         mixture = self._mixture(known) if known else Mixture([new])
         if replace(mixture.stretches[-1], begin=at) != new:
             mixture = mixture.appended(new)
@@ -279,7 +267,7 @@ class MixtureSteps(MapStyleSteps):
 
     def _samples(self, epoch: int, start: int, stop: int) -> list[int]:
         """Of ranges, whose numbers are positions."""
-        stretch = self._data.shares.stretch(0, 0, len(self), self._share.global_batch)
+        stretch = stretch_of(self._data.option, self._data.sizes, 0, 0, len(self), self._share.global_batch)
         first = epoch * self._length
         return self._numbers(self._mixture([stretch.state()]), first + start, first + stop)
 

@@ -24,7 +24,7 @@ _COUNTS = ("tokens", "documents", "samples")
 
 class MixtureSource(DataSource[MixtureSettings]):
     def load(self, cache: Cache) -> DataSplits:
-        from forgather_cli.data.mixture.dataset import JoinedDataset, MixtureDataset, Shares
+        from forgather_cli.data.mixture.dataset import JoinedDataset, MixtureDataset, supplies_of
 
         option, made = self.option, dict[str, DataSplits]()
         tokenizer, sources = self._sources(cache)
@@ -32,7 +32,8 @@ class MixtureSource(DataSource[MixtureSettings]):
             with _told_of(name, option.sources[name]):
                 made[name] = source.load(cache)
                 _check_like_others(made[name], tokenizer, option.seq_len)
-        shares = Shares.of(option, {name: len(splits.train) for name, splits in made.items()})
+        supplies = supplies_of(option, {name: len(splits.train) for name, splits in made.items()})
+        weights = [(name, option.sources[name].weight) for name in made]
         evaluation = {
             name: splits.eval for name, splits in made.items() if splits.eval is not None and len(splits.eval)
         }
@@ -40,11 +41,11 @@ class MixtureSource(DataSource[MixtureSettings]):
         for key in (f"{split}_{count}" for split in SPLITS for count in _COUNTS):
             counts: list[Any] = [splits.description.get(key) for splits in made.values()]
             description |= {key: sum(counts)} if None not in counts else {}
-        description["train_samples"] = sum(supply.samples for supply in shares.supplies.values())
+        description["train_samples"] = sum(supply.samples for supply in supplies.values())
         prints = description["fingerprints"] = {name: splits.fingerprint for name, splits in made.items()}
-        description["order"] = digest([prints, repr(shares.supplies), repr(sorted(shares.weights.items()))])
+        description["order"] = digest([prints, repr(supplies), weights])
         return DataSplits(
-            MixtureDataset({name: splits.train for name, splits in made.items()}, option.seq_len, shares),
+            MixtureDataset({name: splits.train for name, splits in made.items()}, option),
             JoinedDataset(evaluation, option.seq_len) if evaluation else None,
             tokenizer,
             digest(["mixture", prints]),
@@ -73,12 +74,12 @@ class MixtureSource(DataSource[MixtureSettings]):
         return known
 
     def uses(self, counts: Mapping[str, int | None], steps: int, global_batch: int) -> list[SourceUse]:
-        from forgather_cli.data.mixture.dataset import Shares, uses_of
+        from forgather_cli.data.mixture.dataset import stretch_of, uses_of
 
         lengths = {name: length for name in self.option.sources if (length := counts.get(f"train_samples/{name}"))}
         if len(lengths) < len(self.option.sources):
             return []
-        mixture = Mixture([Shares.of(self.option, lengths).stretch(0, 0, steps, global_batch)])
+        mixture = Mixture([stretch_of(self.option, lengths, 0, 0, steps, global_batch)])
         return uses_of(mixture, 0, 0, steps, global_batch, self.option.seq_len)
 
     def vocabulary(self) -> tuple[int | None, int]:

@@ -88,12 +88,6 @@ class _Ledger:
         entries = [(at - stretch.begin, [weights[name] for name in self.names]) for at, weights in stretch.weights]
         self.dealing = Dealing(Quotas(entries, holds, [source.stops for source in sources]))
 
-    def places(self, position: int) -> dict[str, tuple[int, int]]:
-        """Of its sources, before the position."""
-        numbers = self.firsts + self.dealing.counts(position - self.stretch.begin)
-        epochs, indices = np.divmod(numbers, self.samples)
-        return dict(zip(self.names, zip(epochs.tolist(), indices.tolist(), strict=True), strict=True))
-
 
 class Mixture:
     """Which sample of which source stands at each position of a run: a function of its stretches."""
@@ -172,7 +166,10 @@ class Mixture:
         """(pass, index in it) of each source's next sample; a source that was taken away keeps its place."""
         places: dict[str, tuple[int, int]] = {}
         for ledger, stop in self._ledgers_to(position):
-            places |= ledger.places(stop)
+            numbers = ledger.firsts + ledger.dealing.counts(stop - ledger.stretch.begin)
+            places |= zip(
+                ledger.names, map(tuple, np.stack(np.divmod(numbers, ledger.samples)).T.tolist()), strict=True
+            )
         return places
 
     def _ledgers_to(self, position: int) -> list[tuple[_Ledger, int]]:

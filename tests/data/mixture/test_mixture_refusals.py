@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mixing import QUIET, config, data, loader, write_files
+from mixing import QUIET, config, data, loader, settle, write_files
 from program import forgather
 
 from forgather_cli.config.load import load_config
@@ -125,7 +125,7 @@ def test_rows_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path.cwd()))
     monkeypatch.delitem(sys.modules, "users_rows", raising=False)
     made = data("data.weight_schedule=[]", "+data.sources.mine={_target_: users_rows.rows, count: 5, weight: 3}")
-    number = made.train.firsts[made.train.names.index("mine")]
+    number = made.train.parts_by_source["mine"].start
     assert made.train[number + 4]["labels"].tolist() == [4] * 32
 
 
@@ -159,7 +159,7 @@ def test_a_source_whose_data_have_changed_is_refused_by_name(capsys: pytest.Capt
 )  # fmt: skip
 def test_a_position_that_no_mixture_has_saved(change: dict[str, Any]) -> None:
     made = loader(data().train, 8, 4)
-    made.settle(made.state_dict(), 0, 12)
+    settle(made, made.state_dict(), 0, 12)
     position = {**made.state_dict(), "position": 16}
     position["stretches"] = [*position["stretches"], {**position["stretches"][0], "begin": 16}]
     made.load_state_dict(position)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from mixing import QUIET, config, data, loader, write_files
+from mixing import QUIET, config, data, loader, place, settle, write_files
 from program import document, forgather
 
 from forgather_cli.data.mixture.stretches import Mixture, Stretch
@@ -27,16 +27,13 @@ def mixture_of(total: int, *words: str) -> tuple[Mixture, dict[str, int]]:
     """As training deals it, and the samples of each source."""
     dataset = data(*words).train
     made = loader(dataset, 8, 4)
-    made.settle(made.state_dict(), 0, total)
-    stretches = made.state_dict()["stretches"]
-    return Mixture([Stretch.from_state(each) for each in stretches]), dict(
-        zip(dataset.names, dataset.sizes, strict=True)
-    )
+    settle(made, made.state_dict(), 0, total)
+    return Mixture([Stretch.from_state(each) for each in made.state_dict()["stretches"]]), {**dataset.sizes}
 
 
 def walked(mixture: Mixture, end: int) -> tuple[Counter[str], dict[str, int]]:
     """Sequences of each source by a walk, and the last position of each plus one."""
-    names = [mixture.at(position)[0] for position in range(end)]
+    names = [place(mixture, position)[0] for position in range(end)]
     return Counter(names), {name: position + 1 for position, name in enumerate(names)}
 
 
@@ -100,9 +97,9 @@ def test_samples_are_shown_with_their_sources_as_training_reads_them(split: Any)
     if split == "train":
         mixture, _ = mixture_of(12)
         read = loader(splits.train, 8, 4, seed=given.seed)
-        read.settle(read.state_dict(), 0, 12)
+        settle(read, read.state_dict(), 0, 12)
         rows = torch.cat([batch["input_ids"] for step in islice(read, 13) for batch in step.microbatches])
-        names = [mixture.at(position)[0] for position in range(104)]
+        names = [place(mixture, position)[0] for position in range(104)]
     else:
         alone = {name: splits.sources[name][1].eval for name in ("code", "notes", "prose")}
         rows = torch.stack([rows["input_ids"] for each in alone.values() for rows in each])
@@ -124,7 +121,7 @@ def test_samples_are_shown_with_their_sources_as_training_reads_them(split: Any)
 def test_one_source_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "data", "show", "mix.yaml", *QUIET, "--source", "notes", "--count", "4")["samples"]
     mixture, _ = mixture_of(12)
-    places = [position for position in range(200) if mixture.at(position)[0] == "notes"]
+    places = [position for position in range(200) if place(mixture, position)[0] == "notes"]
     assert [each["index"] for each in found] == places[:4]
     assert {each["mixture_source"] for each in found} == {"notes"}
     assert forgather("data", "show", "mix.yaml", *QUIET, "--source", "notes", "--count", "1") == 0
