@@ -166,6 +166,9 @@ def test_another_number_of_samples_keeps_the_place_in_the_pass() -> None:
     assert then(30, 50, 40) == (0, 30)
     assert then(45, 50, 40) == (1, 0)  # of this pass all 40 were read
     assert then(30, 50, 60) == (0, 30)
+    assert then(130, 50, 40) == then(130, 50, 60) == (3, 0)  # the order of a later pass is of its number
+    assert then(100, 50, 40) == then(100, 50, 60) == (2, 0)
+    assert then(130, 50, 50) == (2, 30)
 
 
 def test_the_state_is_plain_json_and_the_order_of_sources_means_nothing() -> None:

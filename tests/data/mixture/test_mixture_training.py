@@ -27,6 +27,7 @@ from forgather_cli.data.loaders.loader import TrainLoader
 from forgather_cli.data.mixture.dataset import MixtureDataset
 from forgather_cli.data.mixture.stretches import Mixture, Stretch
 from forgather_cli.data.order import Order
+from forgather_cli.loss.model_io import model_kwargs, model_logits
 from forgather_cli.run_dir import RunDir
 from forgather_cli.worker import read_data
 
@@ -166,6 +167,23 @@ def test_max_samples_are_the_first_of_pass_0_in_each_pass() -> None:
         assert not torch.equal(one, whole)
 
 
+@pytest.mark.parametrize("fewer", [True, False])
+def test_other_max_samples_begin_with_the_next_pass(fewer: bool) -> None:
+    """In pass 0 they only move its end; a later pass over another number of samples is another order."""
+    words = ["~data.sources.code", "~data.sources.notes", "data.weight_schedule=[]"]
+    before, after = (24, 16) if fewer else (16, 24)
+    old, new = (data(*words, f"data.sources.prose.max_samples={each}").train for each in (before, after))
+    first = new.__getitems__(Order(len(new), key(1, "prose"), 0)[0:24])["input_ids"].tolist()
+    for steps, rest in ((1, first[8:after]), (before // 8 + 1, [])):  # where the change is, what is left of its pass
+        position = rows([settled(old)], steps)[-1][1]
+        made = loader(new, 8, 4)
+        assert settle(made, position, steps, 12)
+        found = [row for step, _ in rows([made], 8) for row in step.tolist()]
+        assert found[: len(rest)] == rest
+        for begin in (len(rest), len(rest) + after):
+            assert sorted(found[begin : begin + after]) == sorted(first[:after])
+
+
 def test_sequential_order() -> None:
     words = ["~data.sources.code", "~data.sources.notes", "data.weight_schedule=[]"]
     dataset = data(*words).train
@@ -198,6 +216,47 @@ def test_rows_of_any_packing_share_a_batch(isolate: str) -> None:
             alone = {**absent, **sources[name][index]}
             for found, values in batch.items():
                 assert torch.equal(values[row], alone[found].to(values.dtype)), (name, found)
+
+
+USERS = """
+import torch
+
+def rows():
+    found = []
+    for n in range(20):
+        real = torch.arange(64) >= 24 if n % 2 else torch.arange(64) < 40 - n
+        ids = (torch.arange(64) * 7 + n) % 250
+        found.append({"input_ids": ids, "labels": torch.where(real, ids, -100), "attention_mask": real.long()})
+    return found
+"""
+
+
+@pytest.mark.parametrize("isolate", ["false", "true"])
+def test_a_row_is_to_the_model_what_it_is_alone(isolate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside rows of a user's, which are padded on either side and have a mask, by which their tokens count."""
+    Path("padded_rows.py").write_text(USERS)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    chats = "+data.sources.{}={{type: instruct, files: [chats.jsonl], packing: {}, weight: 1}}"
+    words = [*(chats.format(name, name) for name in ("best_fit", "pad")), "+data.chat_template=chatml", "seq_len=64",
+             f"data.isolate_documents={isolate}", "data.weight_schedule=[]",
+             "+data.sources.mine={_target_: padded_rows.rows, weight: 1}"]  # fmt: skip
+    made = read_data(given := config(*words)).train
+    assert isinstance(made, MixtureDataset)
+    option: Any = given.data
+    model = tiny.decoder(vocab_size=259)
+    numbers = [part[n] for part in made.parts_by_source.values() for n in (0, 1)]
+    batch = made.__getitems__(numbers)
+    with torch.no_grad():
+        found = model_logits(model, model_kwargs(batch))
+        for row, name in enumerate(name for name in made.sizes for _ in (0, 1)):
+            own = load_data(option.option(name), model_tokens=None).train[row % 2]
+            alone = {key: torch.as_tensor(value)[None] for key, value in own.items()}
+            mask = alone.get("attention_mask", torch.ones(1, 64, dtype=torch.int64))
+            real = (mask[0] > 0) & (torch.arange(64) < alone.get("sequence_lengths", torch.tensor([64])))
+            logits = model_logits(model, model_kwargs(alone))[0]
+            torch.testing.assert_close(found[row][real], logits[real], rtol=1e-4, atol=1e-5)
+            tokens = alone.get("sequence_lengths", mask.sum(1))
+            assert batch["sequence_lengths"][row] == tokens, name
 
 
 def test_evaluation_is_the_union_of_what_is_held_out() -> None:
