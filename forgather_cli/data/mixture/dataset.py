@@ -46,7 +46,7 @@ class JoinedDataset:
         self.parts_by_source = {name: range(first, behind) for name, first, behind in places}
         """The numbers of each source's samples, for evaluation."""
         self._sources = list(sources.values())
-        self._like: Batch = {}
+        self._like: Batch = {LENGTHS: torch.tensor([seq_len])}
         """One row of each key."""
         for number in reversed(range(len(sources))):
             self._like |= self._read(number, [0])
@@ -61,10 +61,9 @@ class JoinedDataset:
         owners = [bisect_right(self.firsts, number) - 1 for number in numbers]
         indices = [number - self.firsts[owner] for number, owner in zip(numbers, owners, strict=True)]
         rows = sorted(range(len(owners)), key=owners.__getitem__)
-        parts = [
-            self._read(owner, [indices[row] for row in own]) for owner, own in groupby(rows, key=owners.__getitem__)
-        ]
-        places = torch.tensor(rows).argsort()
+        groups = groupby(rows, key=owners.__getitem__)
+        parts = [self._read(owner, [indices[row] for row in own]) for owner, own in groups]
+        places = torch.tensor(sorted(range(len(rows)), key=rows.__getitem__))
         batch = {key: torch.cat([part[key] for part in parts])[places] for key in self._like}
         return {**batch, SOURCES: torch.tensor([owners, indices]).T}
 
@@ -74,18 +73,17 @@ class JoinedDataset:
         many = getattr(dataset, "__getitems__", None)
         rows = many(indices) if many else [dataset[index] for index in indices]
         batch: Batch = default_collate(rows) if isinstance(rows, list) else dict(rows)
-        if LENGTHS not in batch:
-            mask = batch.get("attention_mask", ids := batch["input_ids"])
-            batch[LENGTHS] = (mask if mask.shape == ids.shape and mask is not ids else torch.ones_like(ids)).sum(1)
-        for key in self._like.keys() - batch.keys():
-            batch[key] = self._absent(key, self._like[key], len(indices))
-        return batch
+        return {**{key: self._absent(key, batch) for key in self._like.keys() - batch.keys()}, **batch}
 
-    def _absent(self, key: str, row: Tensor, count: int) -> Tensor:
-        """What a key is in rows that do not have it: one document, positions that count up, no padding."""
+    def _absent(self, key: str, batch: Batch) -> Tensor:
+        """What a key is in rows that do not have it: one document, positions that count up, no padding but a mask's."""
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        if key == LENGTHS and mask is not None and mask.shape == ids.shape:
+            return mask.sum(1)
         if key == "position_ids":
-            return torch.arange(self.seq_len).repeat(count, 1)
-        return torch.full((count, *row.shape[1:]), int(key == "attention_mask"), dtype=row.dtype)
+            return torch.arange(self.seq_len).repeat(len(ids), 1)
+        fill, like = {LENGTHS: self.seq_len, "attention_mask": 1}.get(key, 0), self._like[key]
+        return torch.full((len(ids), *like.shape[1:]), fill, dtype=like.dtype)
 
 
 def supplies_of(option: MixtureSettings, sizes: Mapping[str, int]) -> dict[str, Supply]:
