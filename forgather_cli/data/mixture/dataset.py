@@ -21,7 +21,7 @@ from forgather_cli.data.loaders.collate import Batch, Position, Share, default_c
 from forgather_cli.data.loaders.map_style import Batches, MapStyleSteps, Request
 from forgather_cli.data.mixture.audit import Tally, tally, write
 from forgather_cli.data.mixture.settings import MixtureSettings, steps_of
-from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply, exact
+from forgather_cli.data.mixture.stretches import Ints, Mixture, Stretch, Supply, exact
 from forgather_cli.data.samples import one_of
 from forgather_cli.data.splits import SourceUse
 from forgather_cli.distributed import gather
@@ -88,13 +88,11 @@ class JoinedDataset:
 
 def supplies_of(option: MixtureSettings, sizes: Mapping[str, int]) -> dict[str, Supply]:
     """By source, of which ``sizes`` are the numbers of samples."""
-    given = {name: option.sources[name] for name in sizes}
-    return {
-        name: Supply(
-            min(size, given[name].max_samples or size), given[name].max_epochs, given[name].on_exhausted == "stop"
-        )
-        for name, size in sizes.items()
-    }
+    supplies = {}
+    for name, size in sizes.items():
+        source = option.sources[name]
+        supplies[name] = Supply(min(size, source.max_samples or size), source.max_epochs, source.on_exhausted == "stop")
+    return supplies
 
 
 def stretch_of(
@@ -241,7 +239,7 @@ class MixtureSteps(MapStyleSteps):
         if "stretches" not in position:
             at = position["epoch"] * self._length + position["sample"]
             position = {**self.settled(position, 0, 0), "position": at}
-        mixture, dealt = self._mixture(position["stretches"]), list[int]()
+        mixture, dealt = self._mixture(position["stretches"]), np.empty(0, np.int64)
         while position["sample"] + (batch if share.drop_last else 1) <= self._length:
             begin = position["position"]
             count = min(batch, mixture.end - begin)
@@ -250,7 +248,7 @@ class MixtureSteps(MapStyleSteps):
             if len(dealt) < count:
                 dealt = self._numbers(mixture, begin, min(begin + max(batch, _TOGETHER), mixture.end))
             part = share.of(count)
-            numbers, dealt = dealt[part.start : part.stop], dealt[count:]
+            numbers, dealt = dealt[part.start : part.stop].tolist(), dealt[count:]
             requests = [(position["epoch"], numbers[at : at + size]) for at in range(0, len(numbers), size)]
             position = {**position, "sample": position["sample"] + count, "position": begin + count}
             yield requests, position
@@ -261,16 +259,16 @@ class MixtureSteps(MapStyleSteps):
             return None
         mixture = self._mixture(stop["stretches"])
         there = set(mixture.names) <= set(self.names)
-        return self._numbers(mixture, start["position"], stop["position"]) if there else None
+        return self._numbers(mixture, start["position"], stop["position"]).tolist() if there else None
 
     def _samples(self, epoch: int, start: int, stop: int) -> list[int]:
         """Of ranges, whose numbers are positions."""
         stretch = stretch_of(self._data.option, self._data.sizes, 0, 0, len(self), self._share.global_batch)
         first = epoch * self._length
-        return self._numbers(self._mixture([stretch.state()]), first + start, first + stop)
+        return list(self._numbers(self._mixture([stretch.state()]), first + start, first + stop).tolist())
 
-    def _numbers(self, mixture: Mixture, begin: int, end: int) -> list[int]:
+    def _numbers(self, mixture: Mixture, begin: int, end: int) -> Ints:
         """Of the samples at positions [begin, end)."""
-        samples = mixture.samples(begin, end, self._data.sizes, self._seed, shuffle=self._shuffle)
-        numbers: list[int] = (np.array(self._data.firsts)[samples[:, 0]] + samples[:, 1]).tolist()
+        sources, indices = mixture.samples(begin, end, self._data.sizes, self._seed, shuffle=self._shuffle).T
+        numbers: Ints = np.array(self._data.firsts)[sources] + indices
         return numbers
