@@ -152,7 +152,8 @@ class Epochs:
         # map-style data may have no whole step left; of other data that shows only when the next step is fetched
         is_map_style = "stream" not in self._position and self._data_length is not None
         if data_ended or stopped or (is_map_style and self._steps_done() >= (self._data_length or 0)):
-            self.loader.load_state_dict(self.loader.data.start_of(self.epoch + 1, self._position))
+            if self.loader.epoch != self.epoch + 1:
+                self.loader.load_state_dict(self.loader.data.start_of(self.epoch + 1, self._position))
             self._restart()
         self._control.should_epoch_stop = False
         self.update_max_steps()
