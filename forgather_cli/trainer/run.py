@@ -154,7 +154,7 @@ def describe(run: TrainingRun, num_parameters: tuple[int, int]) -> dict[str, Any
         "see more": f"forgather data show {name}" if "first_targets" in run.data_description else None,
         "batch": f"{plan.global_batch} sequences{parts}{tokens}",
         "steps": steps,
-        **(run.train_loader.data.facts if run.train_loader else {}),
+        **({} if run.train_loader is None else run.train_loader.data.facts),
         **shares(config, state.max_steps),
         "resumed": f"from step {state.resumed_step:,}" if state.resumed_step else None,
         "device": f"{_device(strategy.device)}, {config.precision.type}, trainer {strategy.name}{ranks}",
