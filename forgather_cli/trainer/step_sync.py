@@ -117,7 +117,7 @@ class StepSync:
             size = self._num_counts + 2
             *counts, ready, saves_done = (sums := self._under_way.read())[:size]
             each, fixed = [count // self._copies for count in counts], len(Counts._fields) - 1
-            whole = Counts._make([*each[:fixed], each[fixed:]])
+            whole = Counts._make([*each[:fixed], tuple(each[fixed:])])
             self._agreed = Agreed(whole, ready == self._world_size, saves_done == self._world_size, sums[size:])
         return self._agreed
 
