@@ -24,6 +24,10 @@ class Case:
         return Dealing(Quotas(self.entries, self.holds, self.stops), self.blocks)
 
 
+def exactly(*weights: object) -> list[Fraction]:
+    return [Fraction(str(weight)) for weight in weights]
+
+
 def shares_at(position: int, shares: Entries) -> list[Fraction]:
     """Of one position, by the definition of a line."""
     found = shares[0][1]

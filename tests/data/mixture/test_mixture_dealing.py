@@ -10,14 +10,10 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from by_definition import Case, quotas_of, shares_at
+from by_definition import Case, exactly, quotas_of, shares_at
 
 from forgather_cli.data.mixture.dealing import LARGEST_BLOCK, Dealing
 from forgather_cli.data.mixture.quotas import Quotas
-
-
-def exactly(*weights: object) -> list[Fraction]:
-    return [Fraction(str(weight)) for weight in weights]
 
 
 def drawn(seed: int) -> Case:
