@@ -24,11 +24,12 @@ def beside_the_change(plan: Plan, kill: Kill) -> bool:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Path]:
-    """A trial of two kills or more, and the uninterrupted run."""
+    """A trial of two kills, the first behind a checkpoint, and the uninterrupted run."""
     runs = Campaign(tmp_path_factory.mktemp("kills"), (), NAMES, forked, job=Forked, recipes=MIXTURES)
     for seed in itertools.count(int(time.time())):
         plan = draw(seed, NAMES, MIXTURES)
-        if len(plan.kills) == 2 and beside_the_change(plan, plan.kills[0]):
+        saved = plan.save_steps < (plan.recipe.change or 0) - 1
+        if len(plan.kills) == 2 and saved and beside_the_change(plan, plan.kills[0]):
             return runs.trial(seed), runs.reference(plan)
     raise AssertionError
 
