@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -222,7 +223,9 @@ def read_as(run: Path, reference: Path) -> list[str]:
     return problems + [f"mixture.jsonl ends with another {key}" for key in wrong]
 
 
+@functools.cache
 def _audit(run: Path) -> dict[str, Any]:
+    """Of a run that has come to its end."""
     command = [sys.executable, "-m", "forgather_cli", "data", "audit", str(run), "--json"]
     document: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)
     return document
