@@ -5,13 +5,15 @@
     scripts/crash_campaign 20 --layouts single,ddp2 --jobs 2 optimizer.eps=1e-6
     scripts/crash_campaign 20 --busy                  # while other processes take every core
     scripts/crash_campaign 40 --adapters              # runs that train adapters
+    scripts/crash_campaign 20 --mixtures              # runs on mixtures of sources, also killed where weights change
 
 A trial draws a layout and settings (``crash_draw.py``), with the default callbacks. It kills a rank, the launcher, a
 data worker or all of them by a signal, mostly SIGKILL, inside a save more often than not, or within a second after a
 resume, or twice in a row before the first checkpoint; and it resumes the run: once to three times, in the same layout
 or in another one. What is left of a killed job must end within 30 s, times the processes that share each core. A run
 resumed in its layout must end with the losses, norms, samples, weights, moments and random states of an uninterrupted
-one, bit by bit; in another layout with its losses and norms within 1e-5 and 1e-4. Other arguments are overrides for
+one, bit by bit; in another layout with its losses and norms within 1e-5 and 1e-4. What it has read of a mixture must be
+what the uninterrupted one has, by ``forgather data audit``. Other arguments are overrides for
 every run. Exit code 1 if a trial fails; each failure is printed with its seed, and its run is kept.
 """
 
@@ -36,8 +38,21 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crash_check import Before, after_end, after_kill, compare, last_step, lost_steps, saved_steps
-from crash_draw import ADAPTERS, COMMON, LAYOUTS, MAX_STEPS, MODEL, RECIPES, Plan, draw, reference_words
+from crash_check import Before, after_end, after_kill, compare, last_step, lost_steps, read_as, saved_steps
+from crash_draw import (
+    ADAPTERS,
+    COMMON,
+    LAYOUTS,
+    MAX_STEPS,
+    MIXTURES,
+    MODEL,
+    RECIPES,
+    TEXT,
+    Plan,
+    Recipe,
+    draw,
+    reference_words,
+)
 from crash_job import LEFT_OVER, Job, Member, Struck, patience, reached, send, strike
 
 _LIMIT = 300.0  # seconds that a start takes at most which nothing disturbs
@@ -86,18 +101,18 @@ class Campaign:
         reference: Callable[[Sequence[str], dict[str, str], Path], int] = uninterrupted,
         *,
         job: type[Job] = Job,
-        adapters: bool = False,
+        recipes: Sequence[Recipe] = RECIPES,
     ) -> None:
         self._work, self._layouts, self._make_reference, self._start = work, layouts, reference, job
-        self._recipes = ADAPTERS if adapters else RECIPES
+        self._recipes = recipes
         self._corpus = work / "corpus"
         write_corpus(self._corpus)
-        self._overrides = [f"data.files=[{self._corpus}/*.txt]", *overrides]
+        self._overrides = [*(TEXT if recipes != MIXTURES else ()), *overrides]
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._environment = {name: str(work / name.lower()) for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
         self._model: Sequence[str] = MODEL
-        if adapters:
-            base = self._uninterrupted("base", [*COMMON, *MODEL, *self._overrides, "learning_rate=1e-2"])
+        if recipes == ADAPTERS:
+            base = self._uninterrupted("base", [*self._here(COMMON), "learning_rate=1e-2"])
             self._model = ("model=pretrained", f"model.path={base}/checkpoints/step-{MAX_STEPS:08}/model")
 
     def trial(self, seed: int) -> Trial:
@@ -115,6 +130,7 @@ class Campaign:
             if not trial.problems:
                 trial.problems += after_end(run)
                 trial.problems += compare(run, reference, moved_after=trial.moved_after, discarded=trial.discarded)
+                trial.problems += read_as(run, reference) if (reference / "mixture.jsonl").exists() else []
         except Exception as error:  # one trial's failure, whatever it is
             trial.problems.append(f"{type(error).__name__}: {error}")
         if not trial.problems:
@@ -163,7 +179,7 @@ class Campaign:
         plan = trial.plan
         if start > 0 and plan.moved_to is not None and trial.moved_after is None:
             trial.moved_after = max(saved_steps(run), default=0)
-        changes = [*plan.words(start), *self._model, *self._overrides, f"data.cache_dir={run.parent}/cache"]
+        changes = [*self._here(plan.words(start)), f"data.cache_dir={run.parent}/cache"]
         if start > 0 and plan.by_resume and (run / "config.yaml").exists():
             moved = plan.layout_of(start).words(plan.recipe.accumulation) if plan.moved_to is not None else []
             words = ["resume", str(run), *moved]
@@ -174,9 +190,14 @@ class Campaign:
     def reference(self, plan: Plan) -> Path:
         """The uninterrupted run of a plan's layout and settings, which is made when it is first asked for."""
         name = f"{plan.layout.name}-{plan.recipe.name}".replace(", ", "-").replace(" ", "-")
-        words = [*reference_words(plan.layout, plan.recipe), *self._model, *self._overrides, "save_steps=1000"]
+        words = [*self._here(reference_words(plan.layout, plan.recipe)), "save_steps=1000"]
         with self._locks[name]:
             return self._uninterrupted(name, words)
+
+    def _here(self, words: Sequence[str]) -> list[str]:
+        """The overrides of a run with this campaign's model and files."""
+        every = [*words, *self._model, *self._overrides]
+        return [word.replace("CORPUS", str(self._corpus)) for word in every]
 
     def _uninterrupted(self, name: str, words: Sequence[str]) -> Path:
         """The run of this name, which is made where it is not there yet."""
@@ -311,6 +332,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="trials at a time")
     parser.add_argument("--layouts", default="", help=f"only these: {','.join(layout.name for layout in LAYOUTS)}")
     parser.add_argument("--adapters", action="store_true", help="runs that train adapters beside a frozen base")
+    parser.add_argument("--mixtures", action="store_true", help="runs on mixtures of sources")
     parser.add_argument("--busy", action="store_true", help="other processes take every core meanwhile")
     parser.add_argument("--work", type=Path, help="directory to work in and to keep, with the uninterrupted runs")
     arguments, overrides = parser.parse_known_args()
@@ -319,7 +341,8 @@ def main() -> int:
     seeds = range(arguments.seed, arguments.seed + arguments.trials)
     layouts = [name for name in arguments.layouts.split(",") if name]
     with busy_cores() if arguments.busy else nullcontext():
-        runs = Campaign(work.resolve(), overrides, layouts, adapters=arguments.adapters)
+        recipes = ADAPTERS if arguments.adapters else MIXTURES if arguments.mixtures else RECIPES
+        runs = Campaign(work.resolve(), overrides, layouts, recipes=recipes)
         report = campaign(seeds, runs, arguments.jobs)
     print(f"\n{report}")
     if report.failures:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +211,24 @@ def _hashes(run: Path) -> dict[str, Any]:
     """Of the final checkpoint's tensors: weights, moments, accumulators, random states."""
     manifest = json.loads((checkpoint(run, MAX_STEPS) / "manifest.json").read_text())
     return {name: entry["ranges"] for name, entry in manifest["files"].items() if name.endswith(".safetensors")}
+
+
+def read_as(run: Path, reference: Path) -> list[str]:
+    """What is wrong with what the loaders of a run on a mixture have handed out."""
+    mine, theirs = (_audit(each) for each in (run, reference))
+    clean = mine == theirs and mine["lost"] == mine["repeated"] == 0
+    ends = [json.loads((each / "mixture.jsonl").read_text().splitlines()[-1]) for each in (run, reference)]
+    wrong = [key for key in ("position", "stretches", "order") if ends[0][key] != ends[1][key]]
+    problems = [] if clean else [f"data audit says {mine}, of the uninterrupted run {theirs}"]
+    return problems + [f"mixture.jsonl ends with another {key}" for key in wrong]
+
+
+@functools.cache
+def _audit(run: Path) -> dict[str, Any]:
+    """Of a run that has come to its end."""
+    command = [sys.executable, "-m", "forgather_cli", "data", "audit", str(run), "--json"]
+    document: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=False).stdout)
+    return document
 
 
 def after_end(run: Path) -> list[str]:

@@ -16,11 +16,13 @@ BATCH = 24
 
 COMMON = (
     f"max_steps={MAX_STEPS}", f"global_batch_size={BATCH}", "deterministic=true",
-    "precision=fp32", "data=text", "data.seq_len=32", "data.eval_fraction=0.1",
+    "precision=fp32", "data.seq_len=32",
     "eval_steps=12", "max_eval_samples=8", "verify_checkpoint=full",
     "callbacks.textgen.prompts=[a,the]", "callbacks.textgen.max_new_tokens=3",
 )  # fmt: skip
 """With the default callbacks."""
+TEXT = ("data=text", "data.eval_fraction=0.1", "data.files=[CORPUS/*.txt]")
+"""The data of every run but those of mixtures. CORPUS stands for where the files lie."""
 MODEL = ("model=nano", "model.num_hidden_layers=4")
 """The model of every run; with adapters it is their base."""
 
@@ -62,6 +64,8 @@ class Recipe:
     logging_steps: int = 1
     exact: bool = True
     """Another layout computes the same within 1e-5: no dropout, no muon."""
+    change: int | None = None
+    """Step at which a mixture's weights jump; many of the first kills are one step from it at most."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +191,44 @@ ADAPTERS = (
 )
 """Drawn from in place of RECIPES where the runs are to have adapters."""
 
+_PROSE, _NOTES, _CODE = (
+    f"{name}: {{type: text, files: ['CORPUS/{files}.txt'], {more}}}"
+    for name, files, more in (
+        ("prose", "[0-2]*", "weight: 0.6"),
+        ("notes", "3*", "weight: 0.1, packing: pad, max_samples: 7"),
+        ("code", "1*", "weight: 0.3, packing: best_fit, max_epochs: 4"),
+    )
+)
+
+
+def _mixture(change: int) -> tuple[str, ...]:
+    """A line, then a jump at a step."""
+    line, jump = "{prose: 0.2, code: 0.7, notes: 0.1}", "{prose: 0.5, code: 0.5, notes: 0}"
+    entries = f"{{at: 0.1, weights: {{prose: 0.6, code: 0.3, notes: 0.1}}}}, {{at: {change}, weights: {line}}}"
+    return (
+        "data=mixture",
+        f"data.sources={{{_PROSE}, {_NOTES}, {_CODE}}}",
+        f"data.weight_schedule=[{entries}, {{at: {change}, weights: {jump}}}]",
+    )
+
+
+MIXTURES = (
+    Recipe("mixture, adamw", (*_mixture(8), "optimizer=adamw", "learning_rate=1e-3"), change=8),
+    Recipe(
+        "mixture, sgd, 2 micro-steps",
+        (*_mixture(17), "optimizer=sgd", "optimizer.momentum=0.9", "learning_rate=0.05"),
+        accumulation=2,
+        change=17,
+    ),
+    Recipe(
+        "mixture, muon, dropout",
+        (*_mixture(17), "optimizer=muon", "model.residual_dropout=0.1"),
+        exact=False,
+        change=17,
+    ),
+)
+"""Of mixtures of sources."""
+
 
 def reference_words(layout: Layout, recipe: Recipe) -> list[str]:
     """The overrides that decide what is computed."""
@@ -249,6 +291,9 @@ def _draw_instant(rng: random.Random, plan: Plan, start: int) -> Instant:
         Instant("retention", rng.randint(1, deletions), rng.uniform(0.0, 0.003)): 12,
         Instant("final", 1, rng.uniform(0.0, 0.3)): 6,
     }
+    if start == 0 and plan.recipe.change is not None:
+        near = plan.recipe.change + rng.choice([-1, 0, 1])
+        instants[Instant("record", near, rng.uniform(0.0, 0.03))] = 100
     return _weighted(rng, instants)
 
 

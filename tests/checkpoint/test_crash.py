@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,8 @@ from crash_campaign import Campaign, Report, busy_cores, campaign, says_how_to_g
 from crash_check import Before, after_end, after_kill, checkpoint, compare, records
 from crash_draw import LAYOUTS, MAX_STEPS, STOPS, Instant, Kill, Plan, draw
 from crash_job import MARK, Job, Watch, is_running
-from forks import Program
-from program import Process, nobody_runs
+from crashes import Forked, forked
+from program import nobody_runs
 
 from forgather_cli.data.loaders.workers import Workers, worker_loader
 from forgather_cli.errors import SetupError
@@ -37,23 +37,6 @@ TWO_RANKS = [layout.name for layout in LAYOUTS if layout.ranks == 2]
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("crash")
-
-
-def forked(words: Sequence[str], environment: dict[str, str], output: Path) -> int:
-    """A run that nothing interrupts need not start interpreters, as those do that are killed."""
-    with Process(*words, env=environment) as job:
-        code = job.finish()
-    output.write_text(job.output)
-    return code
-
-
-class Forked(Job):
-    """A job whose launcher and ranks are forks of a process that has imported torch."""
-
-    def _start(self, command: list[str], environment: dict[str, str]) -> Program:  # type: ignore[override]
-        program = Program(tuple(command), str(Path.cwd()), environment, file=str(self._output))
-        program.stdout.close()
-        return program
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,13 @@ def audited(capsys: pytest.CaptureFixture[str]) -> tuple[int, int]:
     told = done.json()
     assert done.code == (1 if told["lost"] or told["repeated"] else 0)
     total = sum(each["sequences"] for each in told["sources"].values())
+    for_people = printed(capsys, "data", "audit", "run")
+    assert for_people.code == done.code
+    rows = [line.split() for line in for_people.out.splitlines() if line]
+    assert rows[-2:] == [["lost", str(told["lost"])], ["repeated", str(told["repeated"])]]
+    assert {row[0]: row[1] for row in rows if row[0] in told["sources"]} == {
+        name: str(each["sequences"]) for name, each in told["sources"].items()
+    }
     end = lines()[-1]
     assert total == end["position"] - told["lost"] + told["repeated"]
     assert all(each["share"] == each["sequences"] / total for each in told["sources"].values())

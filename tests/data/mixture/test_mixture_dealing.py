@@ -6,33 +6,14 @@ import hashlib
 import math
 import random
 import time
-from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import pytest
+from by_definition import Case, exactly, quotas_of, shares_at
 
 from forgather_cli.data.mixture.dealing import LARGEST_BLOCK, Dealing
-from forgather_cli.data.mixture.quotas import FOREVER, Quotas
-
-Entries = list[tuple[int, list[Fraction]]]
-
-
-@dataclass
-class Case:
-    entries: Entries
-    holds: list[int | None]
-    stops: list[bool]
-    blocks: tuple[int, int]
-    """Small ones: borders are what is hard."""
-
-    def dealing(self) -> Dealing:
-        return Dealing(Quotas(self.entries, self.holds, self.stops), self.blocks)
-
-
-def exactly(*weights: object) -> list[Fraction]:
-    return [Fraction(str(weight)) for weight in weights]
+from forgather_cli.data.mixture.quotas import Quotas
 
 
 def drawn(seed: int) -> Case:
@@ -57,46 +38,6 @@ def drawn(seed: int) -> Case:
     holds = [rng.choice([None, None, None, rng.randint(0, 60)]) for _ in range(count)]
     stops = [rng.random() < 0.05 for _ in range(count)]
     return Case(entries, holds, stops, rng.choice([(1, 8), (2, 4), (4, 32), (16, 16), (8, 128)]))
-
-
-def shares_at(position: int, shares: Entries) -> list[Fraction]:
-    """Of one position, by the definition of a line."""
-    found = shares[0][1]
-    for (begin, first), (end, second) in pairwise(shares):
-        if begin <= position < end:
-            steps = min(64, end - begin)
-            step = max(k for k in range(steps) if begin + (end - begin) * k // steps <= position)
-            middle = Fraction(2 * step + 1, 2 * steps)
-            found = [a + (b - a) * middle for a, b in zip(first, second, strict=True)]
-        elif end <= position:
-            found = second
-    return found
-
-
-def quotas_of(case: Case, length: int) -> list[list[Fraction]]:
-    """Before each position; shorter where all ends before."""
-    sources = range(len(case.holds))
-    quotas = [[Fraction(0)] * len(sources)]
-    entries = [(at, [weight / sum(weights) for weight in weights]) for at, weights in case.entries]
-    while len(quotas) <= length:
-        before = quotas[-1]
-        rests = [FOREVER if held is None else held - quota for held, quota in zip(case.holds, before, strict=True)]
-        shares = shares_at(len(quotas) - 1, entries)
-        open_ = {i for i in sources if rests[i] and shares[i]}
-        if not open_ or any(case.stops[i] and not rests[i] for i in sources):
-            break
-        gains = [Fraction(0)] * len(sources)
-        while open_ and (left := 1 - sum(gains)):
-            total = sum(shares[i] for i in open_)
-            full = {i for i in open_ if left * shares[i] / total >= rests[i]}
-            for i in full or open_:
-                gains[i] = Fraction(rests[i]) if full else left * shares[i] / total
-            open_ = open_ - full if full else set()
-        if left := 1 - sum(gains):  # only sequences that others have begun are left
-            lacks = [-before[i] % 1 if rests[i] and not gains[i] else Fraction(0) for i in sources]
-            gains = [gain + left * lack / sum(lacks) for gain, lack in zip(gains, lacks, strict=True)]
-        quotas.append([quota + gain for quota, gain in zip(before, gains, strict=True)])
-    return quotas
 
 
 def check(case: Case, length: int) -> None:
@@ -183,6 +124,50 @@ def test_borders_are_found_from_anywhere(seed: int) -> None:
     while border < 200:  # forwards, each from what is known of the one before
         assert Dealing(dealing.quotas, case.blocks).counts_at(border) == dealing.counts_at(border)
         border = dealing.stop(border)
+
+
+def cut_short(seed: int) -> Case:
+    """Equal sources, of which a few go on alone, while others have begun sequences."""
+    rng = random.Random(seed)
+    count = rng.randint(4, 14)
+    at, first = rng.randint(1, count - 1), [Fraction(1)] * count
+    later = [Fraction(rng.choice([0, 0, 1])) for _ in range(count - 1)]
+    return Case([(0, first), (at, first), (at, [*later, Fraction(1)])], [None] * count, [False] * count)
+
+
+def by_present_weights(case: Case, quotas: list[list[Fraction]]) -> list[int]:
+    """The sources, where deadlines are those that the weights of the position itself promise."""
+    counts, dealt = [0] * len(case.holds), []
+    for position, before in enumerate(quotas[:-1]):
+        shares, begun = shares_at(position, case.entries), quotas[position + 1]
+        due = [
+            ((count + 1 - before[source]) * sum(shares) / shares[source] if shares[source] else math.inf, source)
+            for source, count in enumerate(counts)
+            if begun[source] > count
+        ]
+        dealt.append(min(due)[1])
+        counts[dealt[-1]] += 1
+    return dealt
+
+
+def is_within_one(dealt: list[int], quotas: list[list[Fraction]]) -> bool:
+    counts = [0] * len(quotas[0])
+    for source, row in zip(dealt, quotas[1:], strict=True):
+        counts[source] += 1
+        if any(abs(count - quota) >= 1 for count, quota in zip(counts, row, strict=True)):
+            return False
+    return True
+
+
+def test_deadlines_are_read_from_what_is_to_come() -> None:
+    """By the present weights alone they are missed after some jumps, which random schedules find."""
+    missed = []
+    for seed in range(60):
+        case = cut_short(seed)
+        quotas = quotas_of(case, 40)
+        assert is_within_one(case.dealing().table(0)[0][:40].tolist(), quotas)
+        missed += [seed] if not is_within_one(by_present_weights(case, quotas), quotas) else []
+    assert 3 <= len(missed) < 30, missed
 
 
 def worst(weights: list[Fraction], dealt: list[Fraction], length: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mixing import QUIET, config, data, loader, settle, write_files
-from program import forgather
+from program import forgather, refusal
 
 from forgather_cli.config.load import load_config
 from forgather_cli.documents.fields import FieldError
@@ -167,3 +167,50 @@ def test_a_position_that_no_mixture_has_saved(change: dict[str, Any]) -> None:
         change = {"stretches": position["stretches"][1:]}
     with pytest.raises((FieldError, DataError)):
         made.load_state_dict({**position, **change})
+
+
+NO_SOURCE = """
+defaults: [train, override model: nano, override data: mixture, _self_]
+max_steps: 4
+"""
+TOLD = {
+    ("none.yaml",): "data.sources: a mixture has sources, got none",
+    ("mix.yaml", "data.sources.prose.files=[empty.txt]"): "data.sources.prose.files: no text in 1 files",
+    ("mix.yaml", "data.sources.prose.files=[short.txt]"): "data.sources.prose: data.seq_len: 32 is longer than the",
+    ("mix.yaml", "data.sources.code.weight=0"): "data.sources.code.weight: must be greater than 0, got 0",
+    ("mix.yaml", "data.sources.code.weight=-0.5"): "data.sources.code.weight: must be greater than 0, got -0.5",
+    ("mix.yaml", "data.sources.code.weight=much"): "data.sources.code.weight: must be a number, got 'much'",
+    ("mix.yaml", "data.sources.code.weight=nan"): "data.sources.code.weight: must be a finite number, got nan",
+    ("mix.yaml", "data.sources.code.weight=inf"): "data.sources.code.weight: must be a finite number, got inf",
+    ("mix.yaml", "data.weight_schedule.0.weights.code=-1"): "data.weight_schedule.0.weights.code: must be greater than",
+    ("mix.yaml", "data.weight_schedule.0.weights.code=nan"): "data.weight_schedule.0.weights.code: must be a finite",
+    ("mix.yaml", "~data.sources.code.weight"): "data.sources.code.weight: is left out, but prose has one",
+    ("mix.yaml", "data.weight_schedule.0.at=0.9"): "data.weight_schedule: at goes back, got 0.9, 0.8",
+    ("mix.yaml", "data.weight_schedule.0.at=11"): "data.weight_schedule: at goes back, got 11, 0.8",
+    ("mix.yaml", "~data.weight_schedule", "+data.sources.mine={_target_: users_rows.other, weight: 1}"): (
+        "data.sources.mine._target_: its tokenizer is unlike the other sources'"
+    ),
+    ("mix.yaml", "data.sources.code.seq_len=16"): "data.sources.code.seq_len: is the same for all, and stands above",
+    ("mix.yaml", "data.sources.code.tokenizer=bytes"): "data.sources.code.tokenizer: is the same for all, and stands",
+    ("slash.yaml",): "data.sources: a name has letters, digits, - and _, got 'a/b'",
+    ("dotted.yaml",): "data.sources: a name has letters, digits, - and _, got 'a.b'",
+}
+
+
+@pytest.mark.parametrize("words", TOLD, ids=" ".join)
+def test_the_command_ends_with_one_line(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("no")
+    Path("none.yaml").write_text(NO_SOURCE)
+    for file, name in ("dotted.yaml", "a.b"), ("slash.yaml", "a/b"):
+        Path(file).write_text(f"{NO_SOURCE}data:\n  sources: {{{name}: {{type: text, files: [notes.txt]}}}}\n")
+    Path("users_rows.py").write_text(USERS)
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    monkeypatch.delitem(sys.modules, "users_rows", raising=False)
+    recipe, *given = words
+    told = refusal(capsys, "train", recipe, *QUIET, *given, "output_dir=run")
+    [line] = [line for line in told.splitlines() if line.startswith("error:")]
+    assert line.startswith(f"error: {TOLD[words]}")
+    assert not Path("run/metrics.jsonl").exists()
