@@ -65,13 +65,14 @@ def alternatives(annotation: Any) -> list[Any]:
     return schema.options(annotation)
 
 
-def entries(path: str) -> list[Any]:
-    """The settings classes that a mapping by free names has entries of, where ``path`` is one of these or below it."""
+def entries(path: str) -> dict[str, Any]:
+    """By type the settings classes that a mapping by free names has entries of, where ``path`` is one or below it."""
     setting = lookup(path)
     if setting is None or setting.path == path:
-        return []
+        return {}
     found = [each for kind in alternatives(setting.annotation) if get_origin(kind) is dict for each in get_args(kind)]
-    return [kind for each in found for kind in alternatives(each) if dataclasses.is_dataclass(kind)]
+    kinds = [kind for each in found for kind in alternatives(each) if dataclasses.is_dataclass(kind)]
+    return {getattr(kind, "type", "_target_"): kind for kind in kinds}
 
 
 def values(annotation: Any) -> list[str]:

@@ -32,7 +32,7 @@ MISTAKES = {
     "data.sources.code.weight=-0.5": "data.sources.code.weight: must be greater than 0, got -0.5",
     "data.sources.code.weight=much": "data.sources.code.weight: must be a number, got 'much'",
     "data.sources.code.weight=nan": "data.sources.code.weight: must be a finite number, got nan",
-    "~data.sources.code.weight": "data.sources.code.weight: is left out, but prose has one; give each source a weight",
+    "~data.sources.code.weight": "data.sources.code.weight: is left out, but others have one; give each source one",
     "data.sources.code.on_exhausted=stop": "data.sources.code.on_exhausted: nothing reads it with data.sources.code.",
     "data.sources.prose.text_key=body": "data.sources.prose.text_key: nothing reads it with data.sources.prose.files=[",
     "data.weight_schedule.0.at=0.9": "data.weight_schedule: at goes back, got 0.9, 0.8; put them in order",
