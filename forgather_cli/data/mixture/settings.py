@@ -123,7 +123,7 @@ class MixtureSettings(DataSettings):
             if self.weight_schedule:
                 yield "data.weight_schedule: is not there yet under callbacks.diloco, got one; leave it out"
             if all(each.max_epochs for each in sources) or any(each.on_exhausted == "stop" for each in sources):
-                yield "data.sources: an end of all is not there yet under callbacks.diloco, got max_epochs; leave it out"
+                yield "data.sources: an end of all is not there yet under callbacks.diloco; leave max_epochs out"
         ats = [entry.at for entry in self.weight_schedule]
         rows = [[at for at in ats if at < 1], [at for at in ats if at >= 1]]  # all that is known without max_steps
         if any(row != sorted(row) for row in ([steps_of(ats, config.max_steps)] if config.max_steps > 0 else rows)):
