@@ -70,9 +70,9 @@ def entries(path: str) -> dict[str, Any]:
     setting = lookup(path)
     if setting is None or setting.path == path:
         return {}
-    found = [each for kind in alternatives(setting.annotation) if get_origin(kind) is dict for each in get_args(kind)]
-    kinds = [kind for each in found for kind in alternatives(each) if dataclasses.is_dataclass(kind)]
-    return {getattr(kind, "type", "_target_"): kind for kind in kinds}
+    values = [get_args(kind)[1] for kind in alternatives(setting.annotation) if get_origin(kind) is dict]
+    kinds = [kind for value in values for kind in alternatives(value)]
+    return {getattr(kind, "type", "_target_"): kind for kind in kinds if dataclasses.is_dataclass(kind)}
 
 
 def values(annotation: Any) -> list[str]:

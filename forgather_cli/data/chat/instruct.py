@@ -11,6 +11,7 @@ import filecmp
 import itertools
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -85,6 +86,25 @@ class Chats:
         in theirs: they are known by the zone, since they have the moment at which they began."""
         day = self.option.template_date or f"{self.template.now:%Y-%m-%d}"
         return {"template_date": day} if "strftime_now" in self.template.source and not self.template.now.tzinfo else {}
+
+    @property
+    def rules(self) -> list[Any]:
+        """What decides, beside the content, which text is made of it."""
+        option = self.option
+        rules: list[Any] = [len(self.files), self.eval_fraction, option.messages_key, option.train_on]
+        return rules + (["skip"] if option.on_bad_row == "skip" else [])
+
+    def fingerprint(self, cache: Cache) -> str:
+        """Of the text that is trained on, for ``trained_bpe``."""
+        rules = [*self.rules, list(self.option.mapping.items()), self.ignored, self.dated, self.unknown]
+        return digest([_content(cache, self), rules, self.template.source])
+
+    def texts(self) -> Iterator[str]:
+        """What a tokenizer learns from: the text of training between the markers that are its tokens."""
+        known = "|".join(re.escape(each) for each in markers_of(self.template) if each not in self.unknown)
+        for each in _rendered(self, Keys(self.option, self.template), Damage()):
+            if each.split == "train":
+                yield from re.split(known, each.text) if known else [each.text]
 
     @property
     def all_files(self) -> tuple[Source, ...]:
@@ -238,8 +258,7 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     for keys of records that carry meaning and that nothing reads."""
     option, template = chats.option, chats.template
     content = _content(cache, chats)
-    old_rules = [len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
-    old_rules += ["skip"] if option.on_bad_row == "skip" else []
+    old_rules = chats.rules
     # keys of the records that nothing reads are in the meta data
     rules = [*old_rules, list(option.mapping.items()), chats.ignored, *chats.dated.values()]
     others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]

@@ -33,11 +33,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import did_you_mean
 
-_OF_CHATS = OnlyIf(
-    lambda config, owner: (
-        None if any(each.is_chats for each in owner.sources.values()) else Void("data", "add a source of chats")
-    )
-)
+_OF_CHATS = OnlyIf(lambda config, owner: None if owner.has_chats else Void("data", "add a source of chats"))
 
 
 @settings
@@ -92,6 +88,10 @@ class MixtureSettings(DataSettings):
     add_tokens: Annotated[Literal["auto"] | bool, _OF_CHATS] = "auto"
 
     @property
+    def has_chats(self) -> bool:
+        return any(source.is_chats for source in self.sources.values())
+
+    @property
     def nothing_held_out(self) -> Void | None:
         nothing = {name: source.nothing_held_out for name, source in self.sources.items()}
         voids = [Void(f"data.sources.{name}.{void.because[5:]}", void.remedy) for name, void in nothing.items() if void]
@@ -101,10 +101,8 @@ class MixtureSettings(DataSettings):
         """A source with what stands above. ``found``: what follows for it from others."""
         source = copy(self.sources[name])
         if not isinstance(source, Target):
-            chats = any(each.is_chats for each in self.sources.values())
-            isolates = chats if self.isolate_documents is None else self.isolate_documents
-            above = {field: getattr(self, field) for field in COMMON}
-            vars(source).update(above | {"isolate_documents": isolates} | found)
+            isolates = self.has_chats if self.isolate_documents is None else self.isolate_documents
+            vars(source).update({field: getattr(self, field) for field in COMMON}, isolate_documents=isolates, **found)
         return source
 
     def problems(self, config: Any) -> Iterator[str]:

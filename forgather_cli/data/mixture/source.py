@@ -10,9 +10,11 @@ from typing import Any
 
 from forgather_cli.data.build import source_of
 from forgather_cli.data.cache import Cache, NotCached, digest
+from forgather_cli.data.chat.instruct import Chats, find_chats, find_tokenizer
 from forgather_cli.data.mixture.settings import MixtureSettings
 from forgather_cli.data.mixture.stretches import Mixture
 from forgather_cli.data.splits import DataSource, DataSplits, SourceUse
+from forgather_cli.data.text.corpus import Documents
 from forgather_cli.data.text.tokenize import kept_tokenizer, trained_bpe
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS
@@ -80,17 +82,20 @@ class MixtureSource(DataSource[MixtureSettings]):
         """The one tokenizer, and of all sources what reads them, in the order of their names."""
         option, names, directory = self.option, sorted(self.option.sources), self.option.tokenizer
         if directory == "bpe":
-            corpora = []
+            corpora, chats = list[Documents](), list[Chats]()
             for name in names:
                 with _told_of(name, option.sources[name]):
-                    corpora.append(source_of(option.option(name)).text(cache))
-            texts = [text for text in corpora if text is not None]
-            directory = str(trained_bpe(*texts, vocab_size=option.bpe_vocab_size, cache=cache)) if texts else "bpe"
+                    source = option.option(name, tokenizer="bytes")  # as good as any to find text
+                    if source.is_chats:
+                        chats.append(find_chats(source, cache, self.model_tokens))
+                    elif (text := source_of(source).text(cache)) is not None:
+                        corpora.append(text)
+            if corpora or chats:
+                made = trained_bpe(*corpora, chats=chats, vocab_size=option.bpe_vocab_size, cache=cache)
+                directory = str(made)
         common: Any = replace(option, tokenizer=directory)
         tokenizer, markers = load_tokenizer(directory, add_bos=option.add_bos), tuple[str, ...]()
-        if any(each.is_chats for each in option.sources.values()):
-            from forgather_cli.data.chat.instruct import find_tokenizer
-
+        if option.has_chats:
             tokenizer, _, markers = find_tokenizer(common, self.model_tokens)
             if markers and option.tokenizer == "bpe":  # they are its own, as in a checkpoint, whose a resume takes
                 directory = str(kept_tokenizer(tokenizer, cache))

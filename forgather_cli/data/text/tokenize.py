@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -35,8 +35,9 @@ _CANNOT_COPY = (None, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _log = logging.getLogger(__name__)
 
 
-def trained_bpe(*corpora: Documents, vocab_size: int, cache: Cache) -> Path:
-    """The directory of the BPE tokenizer of corpora, trained on their training documents if it is not in the cache."""
+def trained_bpe(*corpora: Documents, vocab_size: int, cache: Cache, chats: Sequence[Any] = ()) -> Path:
+    """The directory of the BPE tokenizer of corpora, trained on their training documents if it is not in the cache.
+    ``chats``: ``Chats``, which are read with them."""
 
     def write(temporary: Path) -> Meta:
         shown = cache.progress is not None
@@ -49,13 +50,15 @@ def trained_bpe(*corpora: Documents, vocab_size: int, cache: Cache) -> Path:
                         if split == "train":
                             yield document.text
                         meter.add(document.num_bytes)
+                for each in chats:
+                    yield from each.texts()
             merging.update(0, None)
 
         with Bar(f"tokenizer: finding {vocab_size:,} tokens", None, after=0.0, shown=shown) as merging:
             train_bpe(texts(), vocab_size, temporary)
-        return {"corpus": corpora[0].origin}
+        return {"corpus": corpora[0].origin} if corpora else {}
 
-    key = digest([_VERSION, *(corpus.fingerprint(cache) for corpus in corpora), vocab_size])
+    key = digest([_VERSION, *(each.fingerprint(cache) for each in (*corpora, *chats)), vocab_size])
     return cache.build_once("tokenizers", key, write)[0]
 
 

@@ -64,6 +64,24 @@ def test_a_mistake_has_one_message(word: str) -> None:
     assert all(each == problem or "names every source" in each for each in refused.value.problems)
 
 
+@pytest.mark.parametrize("ats", [(5, 4), (0.5, 0.4), (0.5, 5, 0.4)])
+def test_a_schedule_that_goes_back_in_any_run(ats: tuple[float, ...]) -> None:
+    entries = ", ".join(f"{{at: {at}, weights: {WEIGHTS}}}" for at in ats)
+    with pytest.raises(ConfigError, match=r"data\.weight_schedule: at goes back"):
+        config("max_steps=-1", f"data.weight_schedule=[{entries}]")
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"], ["train"], ["train", "trainer=ddp"],
+                                     ["train", "trainer=fsdp2"], ["data", "show"]], ids=" ".join)  # fmt: skip
+def test_a_schedule_that_goes_back_where_epochs_end(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Where only the number of steps says so, which the data say."""
+    words = ["max_steps=-1", f"data.weight_schedule=[{{at: 900, weights: {WEIGHTS}}}, {{at: 0.5, weights: {WEIGHTS}}}]"]
+    data()  # it is cached
+    name, *more = command[:1] if command[0] != "data" else ["data", "show"]
+    assert forgather(name, *more, "mix.yaml", *QUIET, *words, *command[1 + len(more) :], "output_dir=run") == 2
+    assert "data.weight_schedule: at goes back, got the steps [900, " in "".join(capfd.readouterr())
+
+
 def test_ul2_over_a_mixture_is_not_there_yet() -> None:
     with pytest.raises(
         ConfigError, match=r"data\.source: must be .*, got 'mixture'; ul2 over a mixture is not there yet"
