@@ -87,17 +87,12 @@ class Chats:
         day = self.option.template_date or f"{self.template.now:%Y-%m-%d}"
         return {"template_date": day} if "strftime_now" in self.template.source and not self.template.now.tzinfo else {}
 
-    @property
-    def rules(self) -> list[Any]:
-        """What decides, beside the content, which text is made of it."""
-        option = self.option
-        rules: list[Any] = [len(self.files), self.eval_fraction, option.messages_key, option.train_on]
-        return rules + (["skip"] if option.on_bad_row == "skip" else [])
-
     def fingerprint(self, cache: Cache) -> str:
-        """Of the text that is trained on, for ``trained_bpe``."""
-        rules = [*self.rules, list(self.option.mapping.items()), self.ignored, self.dated, self.unknown]
-        return digest([_content(cache, self), rules, self.template.source])
+        """Of the text that is trained on, and of the markers in it."""
+        option, known = self.option, [self.added, self.unknown, self.ignored, self.dated, self.template.source]
+        rules: list[Any] = [len(self.files), self.eval_fraction, option.messages_key, option.train_on]
+        rules += [option.on_bad_row, list(option.mapping.items())]
+        return digest([_content(cache, self), rules, known])
 
     def texts(self) -> Iterator[str]:
         """What a tokenizer learns from: the text of training between the markers that are its tokens."""
@@ -258,7 +253,8 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     for keys of records that carry meaning and that nothing reads."""
     option, template = chats.option, chats.template
     content = _content(cache, chats)
-    old_rules = chats.rules
+    old_rules = [len(chats.files), chats.eval_fraction, option.messages_key, option.train_on]
+    old_rules += ["skip"] if option.on_bad_row == "skip" else []
     # keys of the records that nothing reads are in the meta data
     rules = [*old_rules, list(option.mapping.items()), chats.ignored, *chats.dated.values()]
     others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]

@@ -15,7 +15,7 @@ from forgather_cli.data.mixture.settings import MixtureSettings
 from forgather_cli.data.mixture.stretches import Mixture
 from forgather_cli.data.splits import DataSource, DataSplits, SourceUse
 from forgather_cli.data.text.corpus import Documents
-from forgather_cli.data.text.tokenize import kept_tokenizer, trained_bpe
+from forgather_cli.data.text.tokenize import trained_bpe
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS
 from forgather_cli.errors import DataError
@@ -81,25 +81,20 @@ class MixtureSource(DataSource[MixtureSettings]):
     def _sources(self, cache: Cache) -> tuple[Tokenizer, dict[str, DataSource[Any]]]:
         """The one tokenizer, and of all sources what reads them, in the order of their names."""
         option, names, directory = self.option, sorted(self.option.sources), self.option.tokenizer
-        if directory == "bpe":
-            corpora, chats = list[Documents](), list[Chats]()
-            for name in names:
-                with _told_of(name, option.sources[name]):
-                    source = option.option(name, tokenizer="bytes")  # as good as any to find text
-                    if source.is_chats:
-                        chats.append(find_chats(source, cache, self.model_tokens))
-                    elif (text := source_of(source).text(cache)) is not None:
-                        corpora.append(text)
-            if corpora or chats:
-                made = trained_bpe(*corpora, chats=chats, vocab_size=option.bpe_vocab_size, cache=cache)
-                directory = str(made)
-        common: Any = replace(option, tokenizer=directory)
+        corpora, chats = list[Documents](), list[Chats]()
+        for name in names if directory == "bpe" else ():
+            with _told_of(name, option.sources[name]):
+                source = option.option(name, tokenizer="bytes")  # as good as any to find text
+                if source.is_chats:
+                    chats.append(find_chats(source, cache, self.model_tokens))
+                elif (text := source_of(source).text(cache)) is not None:
+                    corpora.append(text)
+        if corpora or chats:
+            directory = str(trained_bpe(*corpora, chats=chats, vocab_size=option.bpe_vocab_size, cache=cache))
         tokenizer, markers = load_tokenizer(directory, add_bos=option.add_bos), tuple[str, ...]()
         if option.has_chats:
+            common: Any = replace(option, tokenizer=directory)
             tokenizer, _, markers = find_tokenizer(common, self.model_tokens)
-            if markers and option.tokenizer == "bpe":  # they are its own, as in a checkpoint, whose a resume takes
-                directory = str(kept_tokenizer(tokenizer, cache))
-                tokenizer, _, markers = find_tokenizer(replace(common, tokenizer=directory), self.model_tokens)
         run: dict[str, Any] = {"seed": self.seed, "model_tokens": self.model_tokens, "markers": markers}
         return tokenizer, {name: source_of(option.option(name, tokenizer=directory), **run) for name in names}
 
