@@ -123,7 +123,8 @@ def test_samples_are_shown_with_their_sources_as_training_reads_them(split: Any)
 
 def test_samples_of_a_schedule_in_epochs_are_those_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Its steps are as many as whole batches fill, which shares of the run are of."""
-    words = ["max_steps=-1", *(f"data.weight_schedule.{n}.at=0.9{8 + n}" for n in (0, 1))]
+    words = ["max_steps=-1", "data.sources.code.max_samples=9", "data.weight_schedule.1.at=0.99"]
+    words += ["data.weight_schedule.0.at=0"]
     splits = data(*words)
     steps = document(capsys, "plan", "mix.yaml", *QUIET, *words)["steps"]
     assert steps == len(loader(splits.train, 8, 4))
