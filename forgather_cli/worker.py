@@ -121,7 +121,6 @@ def _with_learned_tokenizer(config: Config, run_dir: RunDir) -> Config:
     from forgather_cli.checkpoint.choice import choose
     from forgather_cli.data.cache import Cache
     from forgather_cli.data.text.tokenize import kept_tokenizer
-    from forgather_cli.data.text.tokenizer import FileTokenizer
 
     def verify(manifest: Manifest, path: Path) -> list[str]:
         """Of this file alone: all others are verified by who loads them, and the run has one tokenizer."""
@@ -137,7 +136,7 @@ def _with_learned_tokenizer(config: Config, run_dir: RunDir) -> Config:
         return config
     if not (path / _TOKENIZER).is_file():
         return config
-    tokenizer = kept_tokenizer(FileTokenizer(path / "model"), Cache(config.data.cache_dir))
+    tokenizer = kept_tokenizer(path / "model", Cache(config.data.cache_dir))
     return replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
 
 

@@ -43,7 +43,7 @@ ALLOWED = {
         "control.server", "data.cache", "launch.exit_status", "launch.layout", "launch.processes", "launch.run_lock",
         "runs.find", "runs.summary",
     },
-    "inspection": {"config.batch", "data", "launch.layout"},
+    "inspection": {"data", "plan.run"},
     "launch": {"checkpoint.choice", "config", "distributed"},
     "plan": {
         "adapters.layers", "adapters.nf4", "cli.output", "cli.words", "config.batch", "config.decided", "config.decode",

@@ -189,8 +189,10 @@ class ConfigBuilder:
         # recipe's default
         data = tree.get("data")
         if isinstance(data, dict) and "_target_" not in data and data.get("tokenizer") is None:
-            is_corpus = issubclass(DataSettings.of_type(data.get("type")), CorpusSettings) and not data.get("streaming")
-            data["tokenizer"] = _directory(tree)[1] or (tree.get("tokenizer_default") if is_corpus else None) or "bytes"
+            parts = [data, *map(_mapping, _mapping(data.get("sources")).values())]  # those of a mixture
+            kinds = [DataSettings.of_type(each.get("type")) for each in parts if not each.get("streaming")]
+            default = any(issubclass(kind, CorpusSettings) for kind in kinds) and tree.get("tokenizer_default")
+            data["tokenizer"] = _directory(tree)[1] or default or "bytes"
         # what nobody has set of an adapter that is gone on from is as it has it
         adapter = _mapping(tree.get("adapter"))
         file = Path(str(adapter.get("from_adapter"))).expanduser() / "adapter_config.json"

@@ -130,8 +130,7 @@ def to_tree(settings: Any) -> Any:
         return [to_tree(item) for item in settings]
     if not dataclasses.is_dataclass(settings):
         return settings
-    fields = [field.name for field in dataclasses.fields(settings) if field.init]
-    tree = {name: to_tree(getattr(settings, name)) for name in fields}
+    tree = {field.name: to_tree(getattr(settings, field.name)) for field in dataclasses.fields(settings) if field.init}
     if isinstance(settings, Target):
         kwargs = tree.pop("kwargs")
         return {"_target_": tree.pop("path"), **tree, **kwargs}

@@ -180,7 +180,7 @@ def _message(path: str, errors: list[Any], naming: Naming) -> str:
         return f"{name}: must have {first['ctx']['max_length']} values, {got}; give fewer"
     if kind == "unexpected_keyword_argument":
         return unknown(path, naming, first["loc"])
-    options = [each.type for each in entries(path) if hasattr(each, "type")]
+    options = [each for each in entries(path) if each != "_target_"]
     if kind.startswith("union_tag") and (path in (*GROUPS, "callbacks") or options):
         got = f"got {_shown(value.get('type') if isinstance(value, dict) else value)}{naming.where(path)}"
         types = ", ".join(options or _types(path.rpartition(".")[2]))
@@ -229,18 +229,16 @@ def unknown(path: str, naming: Naming, loc: Sequence[Any] = ()) -> str:
     """The message for a setting of an option that is not selected, or of none at all. ``loc``: pydantic's."""
     name, where, setting = naming.name(path), naming.where(path), lookup(path)
     group, _, word = path.partition(".")
-    kinds = entries(path)
-    if setting is not None and kinds and path.count(".") == setting.path.count(".") + 2:  # right below such an entry
-        key, of = path.rpartition(".")[2], [kind for kind in kinds if getattr(kind, "type", None) in loc] or kinds
-        if any(key == each.name and not each.init for kind in kinds for each in dataclasses.fields(kind)):
+    if kind := next((found for name_of, found in entries(path).items() if name_of in loc), None):
+        fields, key = {each.name: each.init for each in dataclasses.fields(kind)}, path.rpartition(".")[2]
+        if not fields.get(key, True):
             return f"{name}: is the same for all{where}, and stands above; set {group}.{key} instead"
-        what = f"{of[0].type} has no such setting" if len(of) == 1 and hasattr(of[0], "type") else "unknown setting"
-        near = did_you_mean(key, [each.name for kind in of for each in dataclasses.fields(kind) if each.init])
-        return f"{name}: {what}{where};{near or ' leave it out'}"
+        near = did_you_mean(key, list(fields)) or " leave it out"
+        return f"{name}: {kind.type} has no such setting{where};{near}"
     if setting is not None and setting.types and group in naming.options:  # an option that is not selected has it
         types = {option: option_leaves(naming.search, group, option) for option in _options(group, naming)}
-        kind_of = {option: found.get(f"{group}.type", (option,))[0] for option, found in types.items()}
-        having = [each for kind in setting.types for each in kind_of if kind_of[each] == kind]  # the usual one first
+        kinds = {option: found.get(f"{group}.type", (option,))[0] for option, found in types.items()}
+        having = [option for kind in setting.types for option in kinds if kinds[option] == kind]  # the usual one first
         having = having or list(setting.types)
         needed = [missing(each, naming) for each, (value, _) in types.get(having[0], {}).items() if value == "???"]
         needs = "".join(f" {each.rpartition('; set ')[2]}" for each in needed if not each.startswith(f"{path}:"))

@@ -152,7 +152,7 @@ def full_path(key: str, cfg_leaves: Iterable[str], selected: dict[str, str]) -> 
 
 def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
     """Make one change in the composed config; the problem if it cannot be made."""
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
@@ -168,10 +168,10 @@ def apply(change: Change, path: str, cfg: DictConfig) -> str | None:
         setting = lookup(path)  # in a mapping of free names, a misspelt one would silently become a new entry
         is_free = setting is not None and setting.open and setting.path != path and not takes_target(setting)
         if change.action == "set" and not present and is_free and setting is not None:
+            there = list(OmegaConf.select(cfg, setting.path) or {}) if entries(path) else []
             entry = path.removeprefix(f"{setting.path}.").partition(".")[0]
-            there = OmegaConf.select(cfg, setting.path) or {}
-            if entry not in there or not entries(path):  # what stands below an entry of settings is no free name
-                near = did_you_mean(entry, list(there)) if isinstance(there, DictConfig) else ""
+            if entry not in there:  # what stands below an entry of settings is no free name
+                near = did_you_mean(entry, there)
                 return f"{change.key}: nothing of that name there;{near} write +{change.key}=... to add it"
         OmegaConf.update(cfg, path, change.value, merge=True, force_add=True)
     except (OmegaConfBaseException, TypeError, ValueError) as error:

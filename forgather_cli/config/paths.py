@@ -65,13 +65,14 @@ def alternatives(annotation: Any) -> list[Any]:
     return schema.options(annotation)
 
 
-def entries(path: str) -> list[Any]:
-    """The settings classes that a mapping by free names has entries of, where ``path`` is one of these or below it."""
+def entries(path: str) -> dict[str, Any]:
+    """By type the settings classes that a mapping by free names has entries of, where ``path`` is one or below it."""
     setting = lookup(path)
     if setting is None or setting.path == path:
-        return []
-    found = [each for kind in alternatives(setting.annotation) if get_origin(kind) is dict for each in get_args(kind)]
-    return [kind for each in found for kind in alternatives(each) if dataclasses.is_dataclass(kind)]
+        return {}
+    values = [get_args(kind)[1] for kind in alternatives(setting.annotation) if get_origin(kind) is dict]
+    kinds = [kind for value in values for kind in alternatives(value)]
+    return {getattr(kind, "type", "_target_"): kind for kind in kinds if dataclasses.is_dataclass(kind)}
 
 
 def values(annotation: Any) -> list[str]:

@@ -47,13 +47,10 @@ def target_problems(config: Config) -> list[str]:
 
 
 def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
-    for group, call in _CALLS.items():
-        option = getattr(config, group, None)
-        if isinstance(option, Target):
-            yield group, option, call
-    for where, source in owners("data.", config.data):  # within another option
-        if isinstance(source, Target) and source is not config.data:
-            yield where.removesuffix("."), source, _CALLS["data"]
+    for where, option in owners("", config):
+        path = where.removesuffix(".")
+        if isinstance(option, Target) and not path.startswith("trainer."):  # what stands there is called otherwise
+            yield path, option, _CALLS[path.partition(".")[0]]
     if isinstance(splitter := getattr(config.trainer, "model_splitter", None), Target):
         yield "model_splitter", splitter, _CALLS["model_splitter"]
     groups = {} if isinstance(config.optimizer, Target) else config.optimizer.groups

@@ -5,7 +5,6 @@ Legend: T tokens of a sample, padding included.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgather_cli.config.batch import batch_plan
 from forgather_cli.config.schema import Config
 from forgather_cli.data.loaders.collate import Batch, Counts, Position
 from forgather_cli.data.loaders.loader import TrainLoader
@@ -30,7 +28,7 @@ from forgather_cli.data.tokens import Split
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.inspection.origins import Origins, Place
 from forgather_cli.labels import IGNORED
-from forgather_cli.launch.layout import plan_layout
+from forgather_cli.plan.run import batch_and_steps
 
 _BLOCK = 1 << 18  # samples of an order that are looked through at once
 
@@ -129,7 +127,7 @@ class Samples:
         self.length = len(dataset) if is_map_style(dataset) else None
         """None of what can only be read in order."""
         self._order = Order(self.length or 0, self._seed, 0, shuffle=split == "train")
-        self._config = config
+        self._config, self._train_samples = config, data.description.get("train_samples")
         self.sources = {
             name: Samples(replace(config, data=option), each, split)
             for name, (option, each) in data.sources.items()
@@ -152,7 +150,12 @@ class Samples:
         number = 0
         if self.length is not None and first < self.length:
             number = first
-            loader.load_state_dict(_moved(self._begin(), first))
+            position: Position = {"epoch": 0, "sample": first}
+            if getattr(self._config.data, "weight_schedule", None):  # what stands where depends on steps
+                plan, steps = batch_and_steps(self._config, self._train_samples)
+                run = TrainLoader(self._dataset, global_batch_size=plan.global_batch, micro_batch_size=1, seed=0)
+                position = _moved(run.data.settled(run.state_dict(), 0, steps or 0), first)
+            loader.load_state_dict(position)
         for step in loader if self.length is None or first < self.length else ():
             for batch in step.microbatches:
                 rows = len(next(iter(batch.values())))  # more than one in ready batches of a user's
@@ -196,15 +199,6 @@ class Samples:
         return places
 
     # ------------------------------------------------------------------------------------------------------ one sample
-
-    def _begin(self) -> Position:
-        """The position at which a run begins, with what its order depends on."""
-        config, trainer = self._config, self._config.trainer
-        ranks = trainer.shard if trainer.cuts_layers else plan_layout(config).world
-        batch = batch_plan(config, ranks, multiple_of=trainer.n_microbatches).global_batch
-        loader = TrainLoader(self._dataset, global_batch_size=batch, micro_batch_size=1, seed=0, drop_last=False)
-        epochs = math.ceil(max(config.num_train_epochs, 1) * len(loader))
-        return loader.data.settled(loader.state_dict(), 0, config.max_steps if config.max_steps > 0 else epochs)
 
     def _sample(self, index: int, batch: Batch, row: int, counts: Counts | None, number: int) -> ShownSample:
         """``counts``: of the row alone, where they are known. ``number``: the dataset's own; -1 of data without."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.config.batch import batch_plan
+from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.decided import decided
 from forgather_cli.config.pipeline_layout import Stage, bubble
 from forgather_cli.config.schema import (
@@ -100,9 +100,7 @@ def make_plan(config: Config) -> RunPlan:
     source = _source(config)
     counts, (seq_len, decoder_len) = source.counts() or {}, source.sides()
     vocab_size, num_new = _vocabulary(config, source, counts)
-    data_ranks = config.trainer.shard if config.trainer.cuts_layers else world_size
-    batch = batch_plan(config, data_ranks, multiple_of=config.trainer.n_microbatches)
-    steps = _steps(config, counts.get("train_samples"), batch.global_batch)
+    batch, steps = batch_and_steps(config, counts.get("train_samples"))
     if sources := source.uses(counts, steps, batch.global_batch) if steps else []:  # which may all end before
         rounding = 0 if config.dataloader_drop_last else batch.global_batch - 1
         steps = (sum(each.sequences for each in sources) + rounding) // batch.global_batch
@@ -247,13 +245,15 @@ def _vocabulary(config: Config, source: DataSource[Any], counts: dict[str, int |
     return own_vocab_size(config.model) if known is None else known, num_new
 
 
-def _steps(config: Config, samples: int | None, global_batch: int) -> int | None:
-    """Optimizer steps of the run; None where the length of an epoch is unknown."""
+def batch_and_steps(config: Config, samples: int | None) -> tuple[BatchPlan, int | None]:
+    """Of a run with so many training samples. Its optimizer steps are None where the length of an epoch is unknown."""
+    ranks = config.trainer.shard if config.trainer.cuts_layers else plan_layout(config).world
+    batch = batch_plan(config, ranks, multiple_of=config.trainer.n_microbatches)
     if config.max_steps > 0:
-        return config.max_steps
-    per_epoch = config.epoch_train_steps
+        return batch, config.max_steps
+    per_epoch, size = config.epoch_train_steps, batch.global_batch
     if per_epoch is None and samples is not None:
-        per_epoch = samples // global_batch if config.dataloader_drop_last else -(-samples // global_batch)
+        per_epoch = samples // size if config.dataloader_drop_last else -(-samples // size)
     if per_epoch is None or config.num_train_epochs < 0:
-        return None
-    return math.ceil(per_epoch * config.num_train_epochs - 1e-9)
+        return batch, None
+    return batch, math.ceil(per_epoch * config.num_train_epochs - 1e-9)

@@ -328,6 +328,7 @@ class DataTarget(Target):
     dispatch_eval_batches: Annotated[bool | None, OnlyIf(_undispatched)] = None
 
     is_stream: ClassVar[bool] = True
+    is_chats: ClassVar[bool] = False
     is_paired: ClassVar[bool | None] = None
     cache_dir: ClassVar[str | None] = None
     add_tokens: ClassVar[bool] = False

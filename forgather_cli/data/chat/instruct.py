@@ -11,6 +11,7 @@ import filecmp
 import itertools
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -85,6 +86,20 @@ class Chats:
         in theirs: they are known by the zone, since they have the moment at which they began."""
         day = self.option.template_date or f"{self.template.now:%Y-%m-%d}"
         return {"template_date": day} if "strftime_now" in self.template.source and not self.template.now.tzinfo else {}
+
+    def fingerprint(self, cache: Cache) -> str:
+        """Of the text that is trained on, and of the markers in it."""
+        option, known = self.option, [self.added, self.unknown, self.ignored, self.dated, self.template.source]
+        rules: list[Any] = [len(self.files), self.eval_fraction, option.messages_key, option.train_on]
+        rules += [option.on_bad_row, list(option.mapping.items())]
+        return digest([_content(cache, self), rules, known])
+
+    def texts(self) -> Iterator[str]:
+        """What a tokenizer learns from: the text of training between the markers that are its tokens."""
+        known = "|".join(re.escape(each) for each in markers_of(self.template) if each not in self.unknown)
+        for each in _rendered(self, Keys(self.option, self.template), Damage()):
+            if each.split == "train":
+                yield from re.split(known, each.text) if known else [each.text]
 
     @property
     def all_files(self) -> tuple[Source, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
-from functools import cache
+from copy import copy
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
@@ -33,11 +33,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import did_you_mean
 
-_OF_CHATS = OnlyIf(
-    lambda config, owner: (
-        None if any(each.is_chats for each in owner.sources.values()) else Void("data", "add a source of chats")
-    )
-)
+_OF_CHATS = OnlyIf(lambda config, owner: None if owner.has_chats else Void("data", "add a source of chats"))
 
 
 @settings
@@ -54,36 +50,14 @@ class SourceSettings(Settings):
         Literal["drop", "stop"], only_where(".max_epochs", lambda passes: passes is not None, "set max_epochs")
     ] = "drop"
 
-    @staticmethod
-    def members() -> list[type[Any]]:
-        """The options of the group ``data`` that can be one; asked when all are found."""
-        options: list[Any] = DataSettings.members
-        return [as_source(option) for option in options if issubclass(option, SequenceSettings)]
-
-
-@cache
-def as_source(option: Any) -> type[Any]:
-    """An option as a source: it has what ``SourceSettings`` has too, and takes nothing that stands above."""
-    common = {field.name: field for field in dataclasses.fields(option) if field.name in COMMON}
-    fixed = {name: dataclasses.field(init=False, default=field.default) for name, field in common.items()}
-    body = {"__module__": __name__, "__doc__": option.__doc__, "__annotations__": dict.fromkeys(fixed, Any), **fixed}
-    return settings(type(option.__name__, (option, SourceSettings), body))
-
-
-@dataclasses.dataclass(frozen=True)
-class TargetSource(DataTarget, SourceSettings):
-    """Map-style data of the user's as a source. What stands above may be an argument of theirs."""
-
-    dispatch_batches: Any = dataclasses.field(init=False, default=None)
-    dispatch_eval_batches: Any = dataclasses.field(init=False, default=None)
-
-    is_chats: ClassVar[bool] = False
+    members: ClassVar[list[Any]] = []
+    """The options of the group ``data`` that can be one, each with these fields too."""
 
 
 if TYPE_CHECKING:
     Source = Any
 else:
-    Source = Annotated[SourceSettings | TargetSource, by_type]
+    Source = Annotated[SourceSettings, by_type]
 
 
 @settings
@@ -114,64 +88,70 @@ class MixtureSettings(DataSettings):
     add_tokens: Annotated[Literal["auto"] | bool, _OF_CHATS] = "auto"
 
     @property
+    def has_chats(self) -> bool:
+        return any(source.is_chats for source in self.sources.values())
+
+    @property
     def nothing_held_out(self) -> Void | None:
         nothing = {name: source.nothing_held_out for name, source in self.sources.items()}
         voids = [Void(f"data.sources.{name}.{void.because[5:]}", void.remedy) for name, void in nothing.items() if void]
         return voids[0] if len(voids) == len(nothing) and voids else None
 
-    def option(self, name: str) -> DataSettings | DataTarget:
-        """A source's option with what stands above."""
-        source = self.sources[name]
-        if isinstance(source, TargetSource):
-            return DataTarget(source.path, source.kwargs)
-        kind = type(source).__mro__[1]
-        isolates = self.isolate_documents
-        if isolates is None:
-            isolates = any(each.is_chats for each in self.sources.values())
-        every = {**vars(source), **{field: getattr(self, field) for field in COMMON}, "isolate_documents": isolates}
-        made: DataSettings = kind(**{field.name: every[field.name] for field in dataclasses.fields(kind)})
-        return made
+    def option(self, name: str, **found: Any) -> Any:
+        """A source with what stands above. ``found``: what follows for it from others."""
+        source = copy(self.sources[name])
+        if not isinstance(source, Target):
+            isolates = self.has_chats if self.isolate_documents is None else self.isolate_documents
+            vars(source).update({field: getattr(self, field) for field in COMMON}, isolate_documents=isolates, **found)
+        return source
 
     def problems(self, config: Any) -> Iterator[str]:
-        names = list(self.sources)
+        names, sources = list(self.sources), self.sources.values()
         if not names:
             yield "data.sources: a mixture has sources, got none; add data.sources.NAME={type: text, files: [...]}"
-        for name in names:
+        for name, source in self.sources.items():
             if not re.fullmatch(r"[\w-]+", name):
                 yield f"data.sources: a name has letters, digits, - and _, got {name!r}; rename it"
-            elif not isinstance(self.sources[name], Target) and self.sources[name].is_stream:
+            elif source.is_stream and not isinstance(source, Target):
                 yield f"data.sources.{name}.streaming: streams as sources are not there yet, got true; leave it out"
-        have = [name for name in names if self.sources[name].weight is not None]
-        if have and len(have) < len(names):
-            without = next(name for name in names if name not in have)
-            yield (
-                f"data.sources.{without}.weight: is left out, but {have[0]} has one; give each source a weight, or none"
-            )
+        without = [name for name in names if self.sources[name].weight is None]
+        if 0 < len(without) < len(names):
+            yield f"data.sources.{without[0]}.weight: is left out, but others have one; give each source one, or none"
         if config.callbacks.diloco is not None:
             if self.weight_schedule:
                 yield "data.weight_schedule: is not there yet under callbacks.diloco, got one; leave it out"
-            sources = self.sources.values()
             if all(each.max_epochs for each in sources) or any(each.on_exhausted == "stop" for each in sources):
-                yield (
-                    "data.sources: an end of all is not there yet under callbacks.diloco, got max_epochs; leave it out "
-                    "of one source, and on_exhausted=stop out of all"
-                )
+                yield "data.sources: an end of all is not there yet under callbacks.diloco; leave max_epochs out"
         ats = [entry.at for entry in self.weight_schedule]
-        if config.max_steps > 0 and (steps := steps_of(ats, config.max_steps)) != sorted(steps):
+        rows = [[at for at in ats if at < 1], [at for at in ats if at >= 1]]  # all that is known without max_steps
+        if any(row != sorted(row) for row in ([steps_of(ats, config.max_steps)] if config.max_steps > 0 else rows)):
             yield f"data.weight_schedule: at goes back, got {', '.join(f'{at:g}' for at in ats)}; put them in order"
         for number, entry in enumerate(self.weight_schedule):
-            where = f"data.weight_schedule.{number}"
+            where = f"data.weight_schedule.{number}.weights"
             for name in entry.weights.keys() - self.sources.keys():
-                yield f"{where}.weights.{name}: no such source;{did_you_mean(name, names) or ' leave it out'}"
+                yield f"{where}.{name}: no such source;{did_you_mean(name, names) or ' leave it out'}"
             if missing := [name for name in names if name not in entry.weights]:
-                yield f"{where}.weights: names every source, got none for {missing[0]}; add {missing[0]}: 0"
+                yield f"{where}: names every source, got none for {missing[0]}; add {missing[0]}: 0"
             elif not any(entry.weights.values()):
-                yield f"{where}.weights: are all 0, so that nothing is left to read; give a source more"
+                yield f"{where}: are all 0, so that nothing is left to read; give a source more"
 
 
-_OWN = ("type", "sources", "weight_schedule")
-COMMON = [field.name for field in dataclasses.fields(MixtureSettings) if field.name not in _OWN]
+COMMON = {field.name for field in dataclasses.fields(MixtureSettings)} - {"type", "sources", "weight_schedule"}
 """What stands above the sources."""
+
+
+def _as_source(option: Any) -> Any:
+    """An option with what ``SourceSettings`` has, that takes nothing which stands above."""
+    common = COMMON
+    if issubclass(option, Target):  # all else may be an argument of the user's function
+        common = COMMON & {field.name for field in dataclasses.fields(option)}
+    fixed = {name: dataclasses.field(init=False, default=None) for name in sorted(common)}
+    body = {"__module__": __name__, "__doc__": option.__doc__, "__annotations__": dict.fromkeys(fixed, Any), **fixed}
+    return settings(type(option.__name__, (option, SourceSettings), body))
+
+
+_BY_NUMBER = [option for option in DataSettings.members if issubclass(option, SequenceSettings)]
+SourceSettings.members += [_as_source(option) for option in (*_BY_NUMBER, DataTarget)]
 
 
 def steps_of(ats: Sequence[float], total: int) -> list[int]:

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
 
-from forgather_cli.config.schema import Target
 from forgather_cli.data.build import source_of
 from forgather_cli.data.cache import Cache, NotCached, digest
+from forgather_cli.data.chat.instruct import Chats, find_chats, find_tokenizer
 from forgather_cli.data.mixture.settings import MixtureSettings
 from forgather_cli.data.mixture.stretches import Mixture
 from forgather_cli.data.splits import DataSource, DataSplits, SourceUse
-from forgather_cli.data.text.tokenize import kept_tokenizer, trained_bpe
+from forgather_cli.data.text.corpus import Documents
+from forgather_cli.data.text.tokenize import trained_bpe
 from forgather_cli.data.text.tokenizer import Tokenizer, load_tokenizer
 from forgather_cli.data.tokens import SPLITS
 from forgather_cli.errors import DataError
-
-_COUNTS = ("tokens", "documents", "samples")
 
 
 class MixtureSource(DataSource[MixtureSettings]):
@@ -33,45 +32,36 @@ class MixtureSource(DataSource[MixtureSettings]):
                 made[name] = source.load(cache)
                 _check_like_others(made[name], tokenizer, option.seq_len)
         supplies = supplies_of(option, {name: len(splits.train) for name, splits in made.items()})
-        weights = [(name, option.sources[name].weight) for name in made]
-        evaluation = {
-            name: splits.eval for name, splits in made.items() if splits.eval is not None and len(splits.eval)
-        }
-        description: dict[str, Any] = {"type": option.type, "tokenizer": option.tokenizer}
-        for key in (f"{split}_{count}" for split in SPLITS for count in _COUNTS):
-            counts: list[Any] = [splits.description.get(key) for splits in made.values()]
-            description |= {key: sum(counts)} if None not in counts else {}
-        description["train_samples"] = sum(supply.samples for supply in supplies.values())
-        prints = description["fingerprints"] = {name: splits.fingerprint for name, splits in made.items()}
-        description["order"] = digest([prints, repr(supplies), weights])
+        keys = [f"{split}_{what}" for split in SPLITS for what in ("tokens", "documents", "samples")]
+        sums = {key: _sum(splits.description.get(key) for splits in made.values()) for key in keys}
+        sums["train_samples"] = sum(supply.samples for supply in supplies.values())
+        prints = {name: splits.fingerprint for name, splits in made.items()}
+        order = digest([prints, repr(supplies), [option.sources[name].weight for name in made]])
+        evaluation = {name: splits.eval for name, splits in made.items() if splits.eval}
         return DataSplits(
             MixtureDataset({name: splits.train for name, splits in made.items()}, option),
             JoinedDataset(evaluation, option.seq_len) if evaluation else None,
             tokenizer,
             digest(["mixture", prints]),
             option.seq_len,
-            description,
-            sources={name: (option.option(name), splits) for name, splits in made.items()},
+            {"type": option.type, "tokenizer": option.tokenizer, "fingerprints": prints, "order": order}
+            | {key: count for key, count in sums.items() if count is not None},
+            sources={name: (sources[name].option, splits) for name, splits in made.items()},
         )
 
     def counts(self) -> dict[str, int | None] | None:
         try:
-            _, sources = self._sources(Cache(self.option.cache_dir, build=False))
-            found = {name: source.counts() for name, source in sources.items()}
+            tokenizer, sources = self._sources(Cache(self.option.cache_dir, build=False))
         except NotCached:
             return None
-        known: dict[str, int | None] = {}
-        for name, counts in found.items():
-            if counts is None:
-                return None
-            most = self.option.sources[name].max_samples
-            if most is not None and (samples := counts["train_samples"]) is not None:
-                counts["train_samples"] = min(samples, most)
-            known[f"train_samples/{name}"] = counts["train_samples"]
-            for key, count in counts.items():
-                before = 0 if key == "vocab_size" else known.get(key, 0)
-                known[key] = None if before is None or count is None else before + count
-        return known
+        found = {name: source.counts() or {} for name, source in sources.items()}
+        if not all(found.values()):
+            return None
+        samples = {name: counts["train_samples"] for name, counts in found.items()}
+        most = [n and min(n, self.option.sources[name].max_samples or n) for name, n in samples.items()]
+        sums = {key: _sum(counts[key] for counts in found.values()) for key in next(iter(found.values()))}
+        sums |= {"vocab_size": tokenizer.vocab_size, "train_samples": _sum(most)}
+        return sums | {f"train_samples/{name}": n for name, n in samples.items()}
 
     def uses(self, counts: Mapping[str, int | None], steps: int, global_batch: int) -> list[SourceUse]:
         from forgather_cli.data.mixture.dataset import stretch_of, uses_of
@@ -83,41 +73,36 @@ class MixtureSource(DataSource[MixtureSettings]):
         return uses_of(mixture, 0, 0, steps, global_batch, self.option.seq_len)
 
     def vocabulary(self) -> tuple[int | None, int]:
-        chats = [name for name, source in self.option.sources.items() if source.is_chats]
-        if not chats or self.option.tokenizer == "bpe":
+        if self.option.tokenizer == "bpe":
             return super().vocabulary()
-        return source_of(self.option.option(chats[0]), model_tokens=self.model_tokens).vocabulary()
+        tokenizer, _ = self._sources(Cache(self.option.cache_dir, build=False))
+        return tokenizer.vocab_size, tokenizer.num_new
 
     def _sources(self, cache: Cache) -> tuple[Tokenizer, dict[str, DataSource[Any]]]:
         """The one tokenizer, and of all sources what reads them, in the order of their names."""
-        option = self.option
-        options: dict[str, Any] = {name: option.option(name) for name in sorted(option.sources)}
-        directory = option.tokenizer
-        if directory == "bpe":
-            corpora = []
-            for name, each in options.items():
-                with _told_of(name, option.sources[name]):
-                    corpora += [text for text in [source_of(each).text(cache)] if text is not None]
-            if not corpora:
-                raise DataError(
-                    "data.tokenizer: bpe is trained on text, and no source has any; set data.tokenizer=bytes, or a "
-                    "directory"
-                )
-            directory = str(trained_bpe(*corpora, vocab_size=option.bpe_vocab_size, cache=cache))
-        chats = [each for each in options.values() if not isinstance(each, Target) and each.is_chats]
-        if chats:
-            from forgather_cli.data.chat.instruct import find_tokenizer
-
-            tokenizer, _, markers = find_tokenizer(replace(chats[0], tokenizer=directory), self.model_tokens)
-            if markers and option.tokenizer == "bpe":  # they are its own, as in a checkpoint, whose a resume takes
-                directory = str(kept_tokenizer(tokenizer, cache))
-                tokenizer, _, markers = find_tokenizer(replace(chats[0], tokenizer=directory), self.model_tokens)
-        else:
-            tokenizer, markers = load_tokenizer(directory, add_bos=option.add_bos), ()
-        for name, each in options.items():
-            options[name] = each if isinstance(each, Target) else replace(each, tokenizer=directory)
+        option, names, directory = self.option, sorted(self.option.sources), self.option.tokenizer
+        corpora, chats = list[Documents](), list[Chats]()
+        for name in names if directory == "bpe" else ():
+            with _told_of(name, option.sources[name]):
+                source = option.option(name, tokenizer="bytes")  # as good as any to find text
+                if source.is_chats:
+                    chats.append(find_chats(source, cache, self.model_tokens))
+                elif (text := source_of(source).text(cache)) is not None:
+                    corpora.append(text)
+        if corpora or chats:
+            directory = str(trained_bpe(*corpora, chats=chats, vocab_size=option.bpe_vocab_size, cache=cache))
+        tokenizer, markers = load_tokenizer(directory, add_bos=option.add_bos), tuple[str, ...]()
+        if option.has_chats:
+            common: Any = replace(option, tokenizer=directory)
+            tokenizer, _, markers = find_tokenizer(common, self.model_tokens)
         run: dict[str, Any] = {"seed": self.seed, "model_tokens": self.model_tokens, "markers": markers}
-        return tokenizer, {name: source_of(each, **run) for name, each in options.items()}
+        return tokenizer, {name: source_of(option.option(name, tokenizer=directory), **run) for name in names}
+
+
+def _sum(counts: Iterable[Any]) -> int | None:
+    """None where one is not known."""
+    known = list(counts)
+    return None if None in known else sum(known)
 
 
 def _check_like_others(splits: DataSplits, tokenizer: Any, seq_len: int) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from forgather_cli.data.cache import Cache, Meta, Meter, digest
 from forgather_cli.data.text.corpus import CorpusPiece, Documents, available_cores, cut_last, split_documents
 from forgather_cli.data.text.encode import DocumentEncoder, EncodedPiece, TokenizerWorkers
 from forgather_cli.data.text.read import Damage
-from forgather_cli.data.text.tokenizer import Tokenizer, around_documents, train_bpe
+from forgather_cli.data.text.tokenizer import FileTokenizer, Tokenizer, add_to_directory, around_documents, train_bpe
 from forgather_cli.data.tokens import SPLITS, Split, Tokenized, cached_tokens, dtype_of
 from forgather_cli.documents.regular_files import write_whole
 from forgather_cli.errors import DataError
@@ -35,8 +35,9 @@ _CANNOT_COPY = (None, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 _log = logging.getLogger(__name__)
 
 
-def trained_bpe(*corpora: Documents, vocab_size: int, cache: Cache) -> Path:
-    """The directory of the BPE tokenizer of corpora, trained on their training documents if it is not in the cache."""
+def trained_bpe(*corpora: Documents, vocab_size: int, cache: Cache, chats: Sequence[Any] = ()) -> Path:
+    """The directory of the BPE tokenizer of corpora, trained on their training documents if it is not in the cache.
+    ``chats``: ``Chats`` that are read with them, whose markers become tokens."""
 
     def write(temporary: Path) -> Meta:
         shown = cache.progress is not None
@@ -49,18 +50,23 @@ def trained_bpe(*corpora: Documents, vocab_size: int, cache: Cache) -> Path:
                         if split == "train":
                             yield document.text
                         meter.add(document.num_bytes)
+                for each in chats:
+                    yield from each.texts()
             merging.update(0, None)
 
         with Bar(f"tokenizer: finding {vocab_size:,} tokens", None, after=0.0, shown=shown) as merging:
             train_bpe(texts(), vocab_size, temporary)
-        return {"corpus": corpora[0].origin}
+        if chats:
+            add_to_directory(temporary, [(marker, True) for marker in chats[0].added])
+        return {"corpus": corpora[0].origin} if corpora else {}
 
-    key = digest([_VERSION, *(corpus.fingerprint(cache) for corpus in corpora), vocab_size])
+    key = digest([_VERSION, *(each.fingerprint(cache) for each in (*corpora, *chats)), vocab_size])
     return cache.build_once("tokenizers", key, write)[0]
 
 
-def kept_tokenizer(tokenizer: Tokenizer, cache: Cache) -> Path:
-    """A directory in the cache with a tokenizer. A checkpoint's needs one: they go, and later ones take its files."""
+def kept_tokenizer(directory: Path, cache: Cache) -> Path:
+    """A copy in the cache of a checkpoint's tokenizer: they go, and later ones take its files. Raises DataError."""
+    tokenizer = FileTokenizer(directory)
 
     def write(temporary: Path) -> Meta:
         tokenizer.save(temporary)

@@ -32,7 +32,7 @@ MISTAKES = {
     "data.sources.code.weight=-0.5": "data.sources.code.weight: must be greater than 0, got -0.5",
     "data.sources.code.weight=much": "data.sources.code.weight: must be a number, got 'much'",
     "data.sources.code.weight=nan": "data.sources.code.weight: must be a finite number, got nan",
-    "~data.sources.code.weight": "data.sources.code.weight: is left out, but prose has one; give each source a weight",
+    "~data.sources.code.weight": "data.sources.code.weight: is left out, but others have one; give each source one",
     "data.sources.code.on_exhausted=stop": "data.sources.code.on_exhausted: nothing reads it with data.sources.code.",
     "data.sources.prose.text_key=body": "data.sources.prose.text_key: nothing reads it with data.sources.prose.files=[",
     "data.weight_schedule.0.at=0.9": "data.weight_schedule: at goes back, got 0.9, 0.8; put them in order",
@@ -62,6 +62,24 @@ def test_a_mistake_has_one_message(word: str) -> None:
         config(word)
     [problem] = [each for each in refused.value.problems if MISTAKES[word] in each]
     assert all(each == problem or "names every source" in each for each in refused.value.problems)
+
+
+@pytest.mark.parametrize("ats", [(5, 4), (0.5, 0.4), (0.5, 5, 0.4)])
+def test_a_schedule_that_goes_back_in_any_run(ats: tuple[float, ...]) -> None:
+    entries = ", ".join(f"{{at: {at}, weights: {WEIGHTS}}}" for at in ats)
+    with pytest.raises(ConfigError, match=r"data\.weight_schedule: at goes back"):
+        config("max_steps=-1", f"data.weight_schedule=[{entries}]")
+
+
+@pytest.mark.parametrize("command", [["plan"], ["train", "--dry-run"], ["train"], ["train", "trainer=ddp"],
+                                     ["train", "trainer=fsdp2"], ["data", "show"]], ids=" ".join)  # fmt: skip
+def test_a_schedule_that_goes_back_where_epochs_end(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    """Where only the number of steps says so, which the data say."""
+    words = ["max_steps=-1", f"data.weight_schedule=[{{at: 900, weights: {WEIGHTS}}}, {{at: 0.5, weights: {WEIGHTS}}}]"]
+    data()  # it is cached
+    name, *more = command[:1] if command[0] != "data" else ["data", "show"]
+    assert forgather(name, *more, "mix.yaml", *QUIET, *words, *command[1 + len(more) :], "output_dir=run") == 2
+    assert "data.weight_schedule: at goes back, got the steps [900, " in "".join(capfd.readouterr())
 
 
 def test_ul2_over_a_mixture_is_not_there_yet() -> None:

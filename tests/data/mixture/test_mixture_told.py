@@ -118,6 +118,18 @@ def test_samples_are_shown_with_their_sources_as_training_reads_them(split: Any)
             assert f"A page, number {(part.place[1] or 0) - 1}. " in "".join(each.pieces)
 
 
+def test_samples_of_a_schedule_in_epochs_are_those_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its steps are as many as whole batches fill, which shares of the run are of."""
+    words = ["max_steps=-1", "data.sources.code.max_samples=9", "data.weight_schedule.1.at=0.99"]
+    words += ["data.weight_schedule.0.at=0"]
+    splits = data(*words)
+    steps = document(capsys, "plan", "mix.yaml", *QUIET, *words)["steps"]
+    assert steps == len(loader(splits.train, 8, 4))
+    mixture, _ = mixture_of(steps, *words)
+    found = Samples(config(*words), splits, "train").read()
+    assert [each.mixture_source for each in islice(found, 8 * steps)] == [mixture.at(n)[0] for n in range(8 * steps)]
+
+
 def test_one_source_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
     found = document(capsys, "data", "show", "mix.yaml", *QUIET, "--source", "notes", "--count", "4")["samples"]
     mixture, _ = mixture_of(12)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from chats import write_lines
 from mixing import QUIET, at, config, data, loader, place, settle, write_files
 from program import Process, forgather
 from ranks import run_ranks
@@ -20,6 +21,7 @@ from tiny import metrics, training_curve
 from two_ranks import fault, train_in_pool
 
 from forgather_cli.callbacks.base import Divergence
+from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
 from forgather_cli.data.build import load_data, source_of
 from forgather_cli.data.cache import digest
@@ -282,6 +284,31 @@ def test_one_bpe_of_all_texts_whatever_their_weights() -> None:
     assert {name: first.description[name] for name in ("train_tokens", "train_samples", "eval_tokens")} == {
         name: counts[name] for name in ("train_tokens", "train_samples", "eval_tokens")
     }
+
+
+def test_a_bpe_learns_from_chats_too_without_their_markers_and_what_is_held_out() -> None:
+    said = [{"role": "user", "content": "zqxj wvkf " * 40}, {"role": "assistant", "content": "vmpz ghtb " * 40}]
+    write_lines(Path("more.jsonl"), [{"messages": said}] * 4)
+    write_lines(Path("kept.jsonl"), [{"messages": [{**each, "content": "ydrw " * 90} for each in said]}])
+    chats = "+data.sources.chats={type: instruct, files: [more.jsonl], eval_files: [kept.jsonl], weight: 1}"
+    words = [chats, "data.tokenizer=bpe", "data.bpe_vocab_size=400", "data.chat_template=chatml", "data.seq_len=512"]
+    for others in ([], ["~data.sources.prose", "~data.sources.code", "~data.sources.notes"]):
+        tokenizer = data(*words, "data.weight_schedule=[]", *others).tokenizer
+        assert [len(tokenizer.encode(word)) for word in (" wvkf", " ghtb", "<|im_start|>")] == [1, 1, 1]
+        assert len(tokenizer.encode(" ydrw")) > 1
+        assert not {"im", "_start", "|>"} & {tokenizer.decode([number]) for number in range(tokenizer.vocab_size)}
+
+
+@pytest.mark.parametrize(
+    ("sources", "tokenizer"),
+    [("prose: {type: text, files: [prose.txt]}, c: {type: instruct, files: [chats.jsonl]}", "bpe"),
+     ("c: {type: instruct, files: [chats.jsonl]}", "bytes"), ("t: {type: tokens, files: [t.npy]}", "bytes")],
+    ids=["text", "chats", "tokens"],
+)  # fmt: skip
+def test_a_recipe_s_tokenizer_is_that_of_a_mixture_with_text(sources: str, tokenizer: str) -> None:
+    """As of each option alone."""
+    words = ["data=mixture", "model=nano", f"+data={{sources: {{{sources}}}}}"]
+    assert load_config("default", words).config.data.tokenizer == tokenizer
 
 
 # --------------------------------------------------------------------------------------------------------- whole runs
