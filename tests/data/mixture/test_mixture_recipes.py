@@ -27,6 +27,8 @@ from forgather_cli.data.mixture.stretches import Mixture, Stretch, Supply, exact
 from forgather_cli.data.order import Order
 from forgather_cli.worker import read_data
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 PAGE = Path(__file__).parents[3] / "docs" / "mixtures.md"
 BATCH, STEPS = 8, 20
 QUIET = ["precision=fp32", "callbacks=minimal", "device=cpu", "logging_steps=1", "warmup_steps=2", "save_steps=1000",
