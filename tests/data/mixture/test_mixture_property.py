@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from by_definition import Case, exactly, quotas_of
-from mixing import at, loader
+from mixing import at, loader, settle
 
 from forgather_cli.config.load import load_config
 from forgather_cli.data.loaders.loader import TrainLoader
@@ -89,7 +89,7 @@ def drawn(rng: random.Random, before: Settings | None = None) -> Settings:
 
 def steps_of(made: TrainLoader, last: int | None = None) -> Iterator[tuple[list[tuple[int, int]], Any]]:
     """(source, row) of each sequence of each step, and the position behind it, to the end of the data."""
-    while made.steps_left(made.state_dict()) != 0:
+    while made.data.steps_left(made.state_dict()) != 0:
         for step in made:
             ids = [batch["input_ids"] for batch in step.microbatches]
             yield [(int(row[0]), int(row[1])) for part in ids for row in part], made.state_dict()
@@ -119,7 +119,7 @@ def test_what_is_handed_out(seed: int) -> None:
         made = loader(dataset, batch, 3, drop_last=False)
         state = json.loads(json.dumps(state or made.state_dict()))
         made.load_state_dict(state)
-        made.settle(state, step, STEPS)
+        settle(made, state, step, STEPS)
         had = [sum(source == number for source, _ in handed) for number in range(len(settings.sources))]
         quotas = quotas_in(settings, step, batch, had, (until - step) * batch)
         for rows, state in steps_of(made):

@@ -16,6 +16,7 @@ import chats
 import pytest
 import torch
 from handed import rows_of
+from mixing import place
 from program import forgather, printed
 from tiny import training_curve
 from torch import Tensor
@@ -131,7 +132,7 @@ def mixture(recipe: str) -> Mixture:
 
 
 def row(recipe: str, stands: Mixture, position: int) -> dict[str, Tensor]:
-    name, epoch, index = stands.at(position)
+    name, epoch, index = place(stands, position)
     data, limit, seed = alone(recipe)[name], stands.stretches[0].sources[name].samples, int(digest([42, name])[:16], 16)
     if limit < len(data):  # the first of pass 0's order, in another order in each later pass
         if epoch:

@@ -202,7 +202,7 @@ TOLD = {
     ("mix.yaml", "data.sources.code.weight=inf"): "data.sources.code.weight: must be a finite number, got inf",
     ("mix.yaml", "data.weight_schedule.0.weights.code=-1"): "data.weight_schedule.0.weights.code: must be greater than",
     ("mix.yaml", "data.weight_schedule.0.weights.code=nan"): "data.weight_schedule.0.weights.code: must be a finite",
-    ("mix.yaml", "~data.sources.code.weight"): "data.sources.code.weight: is left out, but prose has one",
+    ("mix.yaml", "~data.sources.code.weight"): "data.sources.code.weight: is left out, but others have one",
     ("mix.yaml", "data.weight_schedule.0.at=0.9"): "data.weight_schedule: at goes back, got 0.9, 0.8",
     ("mix.yaml", "data.weight_schedule.0.at=11"): "data.weight_schedule: at goes back, got 11, 0.8",
     ("mix.yaml", "~data.weight_schedule", "+data.sources.mine={_target_: users_rows.other, weight: 1}"): (

@@ -127,7 +127,8 @@ def test_samples_of_a_schedule_in_epochs_are_those_of_the_run(capsys: pytest.Cap
     assert steps == len(loader(splits.train, 8, 4))
     mixture, _ = mixture_of(steps, *words)
     found = Samples(config(*words), splits, "train").read()
-    assert [each.mixture_source for each in islice(found, 8 * steps)] == [mixture.at(n)[0] for n in range(8 * steps)]
+    number = 8 * steps
+    assert [each.mixture_source for each in islice(found, number)] == [place(mixture, n)[0] for n in range(number)]
 
 
 def test_one_source_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
