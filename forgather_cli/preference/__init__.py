@@ -1,0 +1,1 @@
+"""Preferences: data of pairs, and the losses that compare the two sides of each."""
