@@ -26,6 +26,11 @@ class PackingTable:
     def __len__(self) -> int:
         return self._rows.length - 1
 
+    @property
+    def borders(self) -> Ints:
+        """The first piece of each row, and their number at the end."""
+        return self._rows.array
+
     def pieces(self, row: int) -> list[tuple[int, int]]:
         first, last = self._rows.array[row : row + 2].tolist()
         return list(zip(self._starts.array[first:last].tolist(), self._lengths.array[first:last].tolist(), strict=True))
@@ -65,6 +70,20 @@ def whole_pieces(borders: Ints, first_targets: Ints, seq_len: int, too_long: str
     counts = {"cut": keep & long, "dropped": long & (too_long == "drop"), "empty": first_targets >= lengths}
     counts["empty"] &= ~counts["dropped"]
     return borders[:-1][keep], lengths[keep], {name: int(which.sum()) for name, which in counts.items()}
+
+
+def whole_pairs(borders: Ints, first_targets: Ints, seq_len: int, too_long: str) -> tuple[Ints, Ints, dict[str, int]]:
+    """The same of pairs, which are two documents each, one behind the other. Where one is longer than ``seq_len`` the
+    beginning of the prompt is left out of both (``cut``), or the pair (``drop``, and where nothing of the prompt would
+    be left)."""
+    sizes = np.diff(borders)
+    cut = np.maximum(sizes.reshape(-1, 2).max(1) - seq_len, 0).repeat(2)
+    dropped = (cut > 0) & (too_long == "drop")
+    empty = (cut >= first_targets) | (first_targets >= sizes)
+    empty = empty.reshape(-1, 2).any(1).repeat(2) & ~dropped
+    keep = ~dropped & ~empty
+    counts = {"cut": keep & (cut > 0), "dropped": dropped, "empty": empty}
+    return (borders[:-1] + cut)[keep], (sizes - cut)[keep], {name: int(which.sum()) for name, which in counts.items()}
 
 
 def in_turn(starts: Ints, lengths: Ints, seq_len: int) -> tuple[Ints, Ints, Ints]:
@@ -109,16 +128,17 @@ def best_fit(lengths: Ints, seq_len: int) -> tuple[Ints, Ints]:
 
 
 def packed_tables(
-    cache: Cache, data: Tokenized, seq_len: int, packing: str, *, too_long: str | None = None
+    cache: Cache, data: Tokenized, seq_len: int, packing: str, *, too_long: str | None = None, has_pairs: bool = False
 ) -> dict[Split, PackingTable]:
-    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations."""
+    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations. ``has_pairs``:
+    of two documents each, which stay together, in rows twice as long as ``seq_len``."""
     rules = [_VERSION, data.fingerprint, seq_len, packing]
     splits = data.splits()
 
     def write(directory: Path) -> Meta:
         meta: Meta = {"origin": {"packing": packing, "seq_len": seq_len}}
         for name, split in splits.items():
-            meta[name] = _write_table(directory / name, split, seq_len, packing, too_long)
+            meta[name] = _write_table(directory / name, split, seq_len, packing, too_long, 2 if has_pairs else 1)
         return meta
 
     directory, meta = cache.build_once("packings", digest(rules if too_long is None else [*rules, too_long]), write)
@@ -131,7 +151,10 @@ def packed_tables(
     return tables
 
 
-def _write_table(stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None) -> Meta:
+def _write_table(
+    stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None, together: int
+) -> Meta:
+    """``together``: documents that stay together."""
     assert split.documents is not None
     left_out: dict[str, int] = {}
     if too_long is None:
@@ -139,11 +162,13 @@ def _write_table(stem: Path, split: TokenSplit, seq_len: int, packing: str, too_
     else:
         assert split.first_targets is not None
         firsts = split.first_targets.array
-        starts, lengths, left_out = whole_pieces(split.documents.array, firsts, seq_len, too_long)
-    rows = np.arange(len(starts) + 1)
+        find = whole_pairs if together == 2 else whole_pieces
+        starts, lengths, left_out = find(split.documents.array, firsts, seq_len, too_long)
+    rows = together * np.arange(len(starts) // together + 1)
     if packing == "best_fit":
-        order, rows = best_fit(lengths, seq_len)
-        starts, lengths = starts[order], lengths[order]
+        order, rows = best_fit(lengths.reshape(-1, together).sum(1), together * seq_len)
+        starts, lengths = (each.reshape(-1, together)[order].flatten() for each in (starts, lengths))
+        rows *= together
     elif packing == "concat":
         starts, lengths, rows = in_turn(starts, lengths, seq_len)
     for name, array in (("rows", rows), ("starts", starts), ("lengths", lengths)):

@@ -1,1 +1,1 @@
-"""Preferences: data of pairs, and the losses that compare the two sides of each."""
+"""Preferences: pairs of a chosen and a rejected answer, and the losses that learn from them."""

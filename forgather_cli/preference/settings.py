@@ -1,14 +1,16 @@
-"""Settings of preferences: options of the groups ``data`` and ``loss``."""
+"""Options of the groups ``data`` and ``loss`` for preferences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Lt
 
 from forgather_cli.config.schema import (
     FilePath,
+    InstructSettings,
     LossSettings,
     NonNegative,
     PositiveFloat,
@@ -18,6 +20,43 @@ from forgather_cli.config.schema import (
     only_where,
     settings,
 )
+
+PairKey = Literal[
+    "prompt", "chosen", "rejected", "system", "user", "messages", "conversations", "instruction", "input", "context",
+    "history", "question", "tools",
+]  # fmt: skip
+"""What a key of a record can be read as."""
+
+
+@settings
+class PreferenceSettings(InstructSettings):
+    """Pairs of a chosen and a rejected answer in jsonl, json, csv, tsv and parquet files, or of the datasets library."""
+
+    maker: ClassVar[str] = "forgather_cli.preference.source:PreferenceSource"
+    has_pairs: ClassVar[bool] = True
+    noun: ClassVar[str] = "pair"
+    # of chats, and decided for pairs
+    messages_key: ClassVar[None] = None  # type: ignore[misc]
+    train_on: ClassVar[Literal["assistant"]] = "assistant"  # type: ignore[misc]
+    streaming: ClassVar[bool] = False  # type: ignore[misc]
+    shuffle_buffer: ClassVar[int] = 0  # type: ignore[misc]
+    isolate_documents: ClassVar[bool] = True  # type: ignore[misc]
+
+    type: Literal["preference"] = "preference"  # type: ignore[assignment]
+    on_bad_row: Literal["error", "skip"] = "error"  # records that are no pair: error, or skip (left out and counted)
+    # other layouts: key of the records: chosen, rejected, or a key of a prompt
+    mapping: dict[str, PairKey] = field(default_factory=dict)  # type: ignore[assignment]
+    # a side longer than seq_len: cut (the prompt's beginning, of both sides alike), drop (the pair)
+    too_long: Literal["cut", "drop"] = "cut"
+    # pad (one pair a row: batch sizes count pairs), best_fit (several, whole)
+    packing: Literal["pad", "best_fit"] = "pad"  # type: ignore[assignment]
+    seq_len: Annotated[int, Ge(2)] = 512  # tokens of one side at most; a row is twice as long
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        if not isinstance(config.loss, Target | DPOSettings):
+            yield f"loss: {config.loss.type} does not compare the sides of data=preference's pairs; set loss=dpo"
+
 
 _COMPARES = only_where(".variant", lambda it: it not in ("orpo", "simpo"), "set loss.variant=sigmoid")
 
