@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from forgather_cli.config.schema import Target
+from forgather_cli.distributed import gather
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.hardware import chunk_tokens, gpu_of
 from forgather_cli.labels import FOR_LOSS, IGNORED, SIDES, UNITS, shifted
@@ -45,6 +46,7 @@ class DPO(Loss):
         self.has_reference = variant not in ("orpo", "simpo")
         self.per_token = length_normalized or variant in ("ipo", "orpo", "simpo")
         self._sft_weight = 1.0 if variant == "orpo" else sft_weight
+        self.reference = reference
         self._chunk = chunk_tokens(gpu_of(str(device)))
         self.seen: list[tuple[Tensor, Tensor, Tensor]] | None = None
         """Where set, of each batch the log-probabilities (B, P, 2), the reference's, and how many targets they have."""
@@ -52,11 +54,47 @@ class DPO(Loss):
     def check(self, model: nn.Module) -> None:
         """Any model will do."""
 
+    def data(self, dataset: Any) -> Any:
+        from forgather_cli.preference.reference import PairsWithReference
+
+        return PairsWithReference(dataset)
+
+    def before_training(self, loop: Any, reader: Any) -> None:
+        from forgather_cli.preference.reference import find_or_compute
+
+        if self.has_reference:
+            find_or_compute(self, loop, reader)
+
+    def check_first_step(self) -> None:
+        """Have the first step compare what the model says with what it has said before: all its code is the same.
+        Raises ModelError then.
+        """
+        self.seen, self.before_update = [], self._compare
+
+    def _compare(self, run: Any) -> None:
+        seen, self.seen, self.before_update = self.seen or [], None, None
+        fp32 = run.config.precision.is_fp32 and getattr(run.config.trainer, "param_dtype", None) in (None, "fp32")
+        found: list[tuple[float, float]] = []
+        for sums, reference, lengths in seen:
+            allowed = 1e-5 * reference.abs().clamp(min=1) if fp32 else 5e-3 * lengths
+            wrong = (lengths > 0) & ~((sums - reference).abs() <= allowed)
+            found += [*zip(sums[wrong].tolist(), reference[wrong].tolist(), strict=True)]
+        every = [each for of_rank in gather(found, run.cpu_group) for each in of_rank]
+        if every:
+            raise ModelError(
+                f"loss=dpo: the model says something else in the first step than it said of the same pairs before it "
+                f"(a log-probability of {every[0][0]:.6g}, and {every[0][1]:.6g} before; of {len(every)} sides), so "
+                "training does not begin; look for what it does in training alone (dropout of a class of yours), or "
+                "remove the references from the data cache (forgather cache list)"
+            )
+
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
         batch = self.extras or {}
         sums, lengths, reference = self.log_probs(model, inputs, labels, batch)
-        if self.seen is not None:
+        if self.seen is not None and (self.before_update is None or torch.is_grad_enabled()):
             self.seen.append((sums.detach(), reference, lengths))
+            if self.before_update is None:  # the reference itself, which is compared with nothing
+                return sums.sum()
         is_pair = torch.arange(sums.shape[1], device=sums.device) < batch[UNITS][:, None]
         # what stands in for a pair that is none has finite gradients, whatever the function
         policy = torch.where(is_pair[..., None], sums, -1.0).flatten(0, 1)

@@ -256,7 +256,10 @@ class Loop:
         self._step_end = StepEnd(run, self.checkpoints, self._recovery, self._hooks, can_evaluate=can_evaluate)
         without_dropout = self._loss is not None and self._loss.without_dropout
         if without_dropout and run.world.rank == 0:
-            log.info("loss=%s: nothing is dropped, whatever the dropout settings say", config.loss)
+            log.info(
+                "loss=%s: nothing is dropped, whatever the dropout settings say",
+                getattr(config.loss, "type", config.loss),
+            )
         for part in strategy.parts:
             part.train(not without_dropout)
         if self._settings_loss is not None and self._settings_loss.before_training is not None:
