@@ -170,8 +170,9 @@ def _compute(loss: DPO, run: TrainingRun, strategy: Strategy, data: Any, cache: 
 
     def take(mine: list[Any]) -> None:
         """Collective. Put together what ranks have."""
-        for of_rank in gather(np.concatenate([np.empty(0, _RECORD), *mine]), run.cpu_group):
-            values[of_rank["pair"]] = of_rank["values"]
+        own = np.concatenate([np.empty(0, _RECORD), *mine])
+        for pairs, found in gather((own["pair"].copy(), own["values"].copy()), run.cpu_group):
+            values[pairs] = found
 
     try:
         parts.mkdir(parents=True, exist_ok=True)
