@@ -37,6 +37,7 @@ from forgather_cli.distributed import gather, on_rank_0
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import CheckpointError, DataError, ModelError
 from forgather_cli.labels import LENGTHS, SOURCES
+from forgather_cli.loss.base import Knowledge
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.preference.loss import DPO, REFERENCE
@@ -131,6 +132,21 @@ def find_or_compute(loss: DPO, loop: Any, reader: Any) -> None:
     facts["reference"] = found
     if not run.state.global_step and loss.reference is None:
         loss.check_first_step()
+
+
+def values_of_checkpoint(known: Knowledge, path: str | None) -> Tensor:
+    """What the reference of a checkpoint's run said of its evaluation split. Raises ModelError."""
+    saved = known.identity.get("data") or {}
+    reference = saved.get("reference") or {"path": None}
+    cache, values = Cache(getattr(known.config.data, "cache_dir", None)), None
+    if "eval" in reference and reference["path"] == path and saved.get("fingerprint") == known.fingerprint:
+        values = _read(cache, *reference["eval"])
+    if values is None:
+        raise ModelError(
+            f"loss=dpo: what its reference says of these pairs is not in the data cache {cache.root}; evaluate a "
+            "checkpoint on the pairs of its run, with the data cache of its training"
+        )
+    return torch.from_numpy(values)
 
 
 def _read(cache: Cache, key: str, checksum: str | None) -> Any:
