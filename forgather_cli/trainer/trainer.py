@@ -253,6 +253,8 @@ class Loop:
         self.checkpoints.note_data(starts=True)
         can_evaluate = self._hooks.prepare_evaluation()
         state.num_train_epochs = config.num_train_epochs
+        if self._settings_loss is not None and self._settings_loss.before_training is not None:
+            self._settings_loss.before_training(self, reader)
         self._step_end = StepEnd(run, self.checkpoints, self._recovery, self._hooks, can_evaluate=can_evaluate)
         without_dropout = self._loss is not None and self._loss.without_dropout
         if without_dropout and run.world.rank == 0:
@@ -262,8 +264,6 @@ class Loop:
             )
         for part in strategy.parts:
             part.train(not without_dropout)
-        if self._settings_loss is not None and self._settings_loss.before_training is not None:
-            self._settings_loss.before_training(self, reader)
 
     def _train_epoch(self) -> None:
         """Steps until the data or the epoch ends, or training does; then the work that is due once per epoch."""
