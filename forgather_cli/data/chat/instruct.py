@@ -31,7 +31,7 @@ from forgather_cli.data.chat.template import CHATML, ChatTemplate, Joined
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_records, with_splits
 from forgather_cli.data.text.hf import Rows, content_of_rows, origin_of, rows_of
-from forgather_cli.data.text.read import Damage, Record, SourceFile, chunks, encodable, kind_of, read_records
+from forgather_cli.data.text.read import BadRow, Damage, Record, SourceFile, chunks, encodable, kind_of, read_records
 from forgather_cli.data.text.tokenizer import (
     END,
     Marked,
@@ -233,10 +233,11 @@ def _rendered(chats: Chats, keys: Keys, damage: Damage, kind: Kind) -> Iterator[
     def read(files: tuple[Source, ...], first: int) -> Iterator[Any]:
         use = partial(kind.render, chats, keys)
         for number, source in enumerate(files, first):
-            is_file = isinstance(source, SourceFile)
-            records = read_records(source.path, damage) if is_file else source.records()
-            # the library's types have put nulls where a row has nothing, and these are gone
-            is_table = is_file and kind_of(source.path) == ".parquet"
+            records: Iterable[Record | BadRow]
+            if isinstance(source, SourceFile):
+                records, is_table = read_records(source.path, damage), kind_of(source.path) == ".parquet"
+            else:  # the library's types have put nulls where a row has nothing, and these are gone
+                records, is_table = source.records(), False
             more: dict[str, Any] = {"is_table": is_table, "read": kind.read}
             for each in conversations_in(records, _name(source), chats.option, use, damage, **more):
                 each.file = number
