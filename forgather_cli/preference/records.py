@@ -85,8 +85,9 @@ def _turns(number: int, row: Row, option: InstructSettings, read: set[str], reco
         return str(sides[number]), 0
     if isinstance(sides[0], str):
         return [*before, {"role": "assistant", "content": sides[number]}], len(before)
-    shared = 0
-    while all(len(side) > shared for side in sides) and sides[0][shared] == sides[1][shared]:
+    is_given = before and all(_role(side[0]) == "assistant" for side in sides if side)
+    shared = 0  # with a prompt of their own, answers may begin with the same message
+    while not is_given and all(len(side) > shared for side in sides) and sides[0][shared] == sides[1][shared]:
         shared += 1
     for name, side in zip(SIDES, sides, strict=True):
         if "assistant" not in map(_role, side[shared:]):
