@@ -58,7 +58,9 @@ def num_targets(labels: Tensor, shift: int = 1) -> Tensor:
 
 
 def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """Counted targets of a batch, as ``num_targets``."""
+    """What the loss of a batch is divided by, as ``num_targets``: its units, or else counted targets."""
+    if UNITS in batch:
+        return batch[UNITS].sum()
     return (batch["labels"][:, label_shift(batch) :] != IGNORED).sum()
 
 

@@ -229,12 +229,12 @@ class Loop:
         run.epochs.update_max_steps()
         self._hooks.make_optimizer(state.max_steps or None)
         self._parameters = [p for _, p in trainable_parameters(strategy.parts)]  # once where two parts share one
-        sources, names = (), list[str]()
+        sources, names = (), list[str](() if self._loss is None else self._loss.names)
         if (mixture := run.train_loader.mixture) is not None:
             sources, run.sync.num_sources = mixture.names, len(mixture.names)
             mixture.keeps_sources = self._loss is not None and self._loss.sums_rows and not strategy.sums_whole
-            names = [f"loss/{name}" for name in sources if mixture.keeps_sources]
-            if not names and run.world.rank == 0:
+            names[:0] = [f"loss/{name}" for name in sources if mixture.keeps_sources]
+            if not mixture.keeps_sources and run.world.rank == 0:
                 log.info("loss/NAME is not logged: this loss, or this trainer, gives one sum of all sources")
         run.metrics = TrainMetrics(
             strategy.device, run.world, config.speed_metrics_start_step, Flops.of(strategy.parts, run.cpu_group),
@@ -254,8 +254,16 @@ class Loop:
         can_evaluate = self._hooks.prepare_evaluation()
         state.num_train_epochs = config.num_train_epochs
         self._step_end = StepEnd(run, self.checkpoints, self._recovery, self._hooks, can_evaluate=can_evaluate)
+        without_dropout = self._loss is not None and self._loss.without_dropout
+        if without_dropout and run.world.rank == 0:
+            log.info(
+                "loss=%s: nothing is dropped, whatever the dropout settings say",
+                getattr(config.loss, "type", config.loss),
+            )
         for part in strategy.parts:
-            part.train()
+            part.train(not without_dropout)
+        if self._settings_loss is not None and self._settings_loss.before_training is not None:
+            self._settings_loss.before_training(self, reader)
 
     def _train_epoch(self) -> None:
         """Steps until the data or the epoch ends, or training does; then the work that is due once per epoch."""
@@ -301,10 +309,12 @@ class Loop:
         scaler = run.scaler
         self.emit("on_step_begin")
         seed_step(run.seed, run.state.global_step, run.seed_rank, strategy.device)
-        step_targets = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
+        step_targets = torch.full((), max(counts.units, 1), dtype=torch.float32, device=strategy.device)
         any_handler = any(map(self.callbacks.handlers.get, MicrobatchEvents.EVENTS))
         batches = MicrobatchEvents(data.microbatches, self.emit) if any_handler else data.microbatches
         loss = strategy.forward_backward(batches, step_targets)
+        if self._settings_loss is not None and self._settings_loss.before_update is not None:
+            self._settings_loss.before_update(run)
 
         if config.fuse_optim_with_backward:
             norm: Tensor = run.optimizer.grad_norm(strategy.model_group, strategy.duplicates)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from chats import write_lines, write_table, write_tokenizer
-from pairs import pair, record, said, write_pairs
+from pair_records import pair, record, said, write_pairs
 
 from forgather_cli.data.build import load_data
 from forgather_cli.data.chat.template import CHATML
