@@ -22,7 +22,7 @@ import numpy as np
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.chat.conversations import CALLED, Conversation, Row, conversation_of, side_of
-from forgather_cli.data.chat.instruct import Chats, Kind, Rendered, encoded, render
+from forgather_cli.data.chat.instruct import Chats, RecordKind, Rendered, encoded, render
 from forgather_cli.data.chat.keys import Keys
 from forgather_cli.data.text.read import Record
 from forgather_cli.data.text.tokenizer import Marked, Tokenizer
@@ -156,4 +156,4 @@ def _encode(pairs: Sequence[Pair], tokenizer: Tokenizer) -> Iterator[tuple[Rende
             yield side, (ids, inside)
 
 
-PAIRS = Kind(_read, _render, _encode)
+PAIRS = RecordKind(_read, _render, _encode)
