@@ -89,9 +89,10 @@ def test_keys_that_say_something_are_read_or_refused(more: dict[str, Any], told:
 
 
 def test_a_key_that_has_an_answer_again_is_none_that_nothing_reads() -> None:
-    answers = [each | {"copy": each["rejected"][0]["content"] + " "} for each in map(record, range(4))]
-    write_lines(Path("pairs.jsonl"), answers)
-    assert load().description["not_read"] == "copy"
+    for side in ("chosen", "rejected"):
+        answers = {"chosen": f"Yes, it is one of them, {side}.", "rejected": "No, it is none of all these."}
+        write_lines(Path("pairs.jsonl"), [{"prompt": "Is it?", **answers, "copy": answers[side]}] * 4)
+        assert load().description["not_read"] == "copy"
 
 
 def test_what_a_message_carries_counts_once_for_a_pair() -> None:

@@ -179,5 +179,5 @@ def test_pairs_and_chats_of_one_file_are_cached_apart() -> None:
     words = ["data.files=[both.jsonl]", "data.chat_template=chatml", "data.tokenizer=bytes", "cache_dir=cache"]
     pairs = load("data=preference", "loss=dpo", *words, "seq_len=300", "data.eval_fraction=0")
     ignored = "data.ignore=[chosen,rejected]"
-    chats = load("data=instruct", *words, "seq_len=300", "data.eval_fraction=0", ignored, "packing=pad")
+    chats = load("data=instruct", *words, "seq_len=290", "data.eval_fraction=0", ignored, "packing=pad")
     assert (pairs.train.num_pairs, len(chats.train)) == (6, 6)
