@@ -130,8 +130,8 @@ def best_fit(lengths: Ints, seq_len: int) -> tuple[Ints, Ints]:
 def packed_tables(
     cache: Cache, data: Tokenized, seq_len: int, packing: str, *, too_long: str | None = None, has_pairs: bool = False
 ) -> dict[Split, PackingTable]:
-    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations. ``has_pairs``:
-    of two documents each, which stay together, in rows twice as long as ``seq_len``."""
+    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations.
+    ``has_pairs``: of two documents each, which stay together, in rows twice as long as ``seq_len``."""
     rules = [_VERSION, data.fingerprint, seq_len, packing]
     splits = data.splits()
 

@@ -1,10 +1,10 @@
 """Records of pairs as two conversations each: the layouts that people's files have.
 
-    {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}                 texts, or lists of messages
-    {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], "rejected": [...]}   the prompt is what both begin with
-    {"conversations": [{"from": "human", ...}], "chosen": {"from": "gpt", ...}, "rejected": {"from": "gpt", ...}}  ShareGPT
-    {"instruction": "Greet", "input": "Ann", "chosen": "Hello Ann", "rejected": "No"}    question, user, system, history
-    {"chosen": "Human: Hi\\n\\nAssistant: Hello", "rejected": "Human: Hi\\n\\nAssistant: No"}  texts without a template
+    {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"}                   texts, or lists of messages
+    {"chosen": [{"role": "user", ...}, {"role": "assistant", ...}], ...}         the prompt is what both begin with
+    {"conversations": [{"from": "human", ...}], "chosen": {"from": "gpt", ...}, ...}                       ShareGPT
+    {"instruction": "Greet", "input": "Ann", "chosen": "Hello Ann", ...}         or question, user; system, history
+    {"chosen": "Human: Hi\\n\\nAssistant: Hello", ...}                           texts alone go without the template
 
 docs/preferences.md has the table of what is read as what.
 """
@@ -22,7 +22,7 @@ import numpy as np
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.chat.conversations import CALLED, Conversation, Row, conversation_of, side_of
-from forgather_cli.data.chat.instruct import Chats, Kind, Rendered, encoded, render
+from forgather_cli.data.chat.instruct import Chats, RecordKind, Rendered, encoded, render
 from forgather_cli.data.chat.keys import Keys
 from forgather_cli.data.text.read import Record
 from forgather_cli.data.text.tokenizer import Marked, Tokenizer
@@ -56,9 +56,7 @@ def _read(record: Record, option: InstructSettings, is_table: bool) -> Talks:
     return chosen, rejected
 
 
-def _turns(
-    number: int, row: Row, option: InstructSettings, read: set[str], record: Row
-) -> tuple[list[Any] | str, int]:
+def _turns(number: int, row: Row, option: InstructSettings, read: set[str], record: Row) -> tuple[list[Any] | str, int]:
     """``Turns`` of one side. Raises DataError for what is no pair."""
     sides = [_chat(row.get(name)) for name in SIDES]
     for name, side in zip(SIDES, sides, strict=True):
@@ -87,8 +85,9 @@ def _turns(
         return str(sides[number]), 0
     if isinstance(sides[0], str):
         return [*before, {"role": "assistant", "content": sides[number]}], len(before)
-    shared = 0
-    while all(len(side) > shared for side in sides) and sides[0][shared] == sides[1][shared]:
+    is_given = before and all(_role(side[0]) == "assistant" for side in sides if side)
+    shared = 0  # with a prompt of their own, answers may begin with the same message
+    while not is_given and all(len(side) > shared for side in sides) and sides[0][shared] == sides[1][shared]:
         shared += 1
     for name, side in zip(SIDES, sides, strict=True):
         if "assistant" not in map(_role, side[shared:]):
@@ -99,7 +98,9 @@ def _turns(
         )
     if not before and not shared:
         keys = ", ".join(map(str, record))
-        raise DataError(f"no 'prompt', and 'chosen' and 'rejected' begin with an answer (its keys: {keys}); set data.mapping")
+        raise DataError(
+            f"no 'prompt', and 'chosen' and 'rejected' begin with an answer (its keys: {keys}); set data.mapping"
+        )
     return [*before, *sides[number]], len(before) + shared
 
 
@@ -118,7 +119,7 @@ def _chat(value: Any) -> Any:
 def _role(turn: Any) -> str | None:
     """By its usual name; None of what is no message."""
     role = (turn.get("role") or turn.get("from")) if isinstance(turn, Mapping) else None
-    return "assistant" if role == "function_call" else CALLED.get(role, role)
+    return "assistant" if role == "function_call" else CALLED.get(str(role), role)
 
 
 def _render(chats: Chats, keys: Keys, talks: Talks) -> Pair:
@@ -155,4 +156,4 @@ def _encode(pairs: Sequence[Pair], tokenizer: Tokenizer) -> Iterator[tuple[Rende
             yield side, (ids, inside)
 
 
-PAIRS = Kind(_read, _render, _encode)
+PAIRS = RecordKind(_read, _render, _encode)

@@ -14,16 +14,14 @@ from forgather_cli.labels import LENGTHS, SIDES, UNITS
 
 
 class PreferenceRows(PackedDataset):
-    """Row i is whole pairs, each side a document apart, the chosen one first. A batch has ``labels.UNITS``, the pairs of
-    each row, and ``labels.SIDES``.
+    """Row i is whole pairs, each side a document apart, the chosen one first. A batch has ``labels.UNITS``, how many
+    each row has, and ``labels.SIDES``.
 
     Padding is documents of at most ``side`` tokens, so that no position is beyond those of a side.
     """
 
     def __init__(self, split: TokenSplit, table: PackingTable, side: int, pad_token_id: int) -> None:
-        super().__init__(
-            split.tokens, table, 2 * side, pad_token_id, isolate=True, targets=split.targets, restart=True
-        )
+        super().__init__(split.tokens, table, 2 * side, pad_token_id, isolate=True, targets=split.targets, restart=True)
         self._side = side
 
     @property

@@ -30,7 +30,7 @@ PairKey = Literal[
 
 @settings
 class PreferenceSettings(InstructSettings):
-    """Pairs of a chosen and a rejected answer in jsonl, json, csv, tsv and parquet files, or of the datasets library."""
+    """Pairs of a chosen and a rejected answer, in chats or texts of files or of the datasets library; for loss=dpo."""
 
     maker: ClassVar[str] = "forgather_cli.preference.source:PreferenceSource"
     has_pairs: ClassVar[bool] = True
@@ -49,7 +49,7 @@ class PreferenceSettings(InstructSettings):
     # a side longer than seq_len: cut (the prompt's beginning, of both sides alike), drop (the pair)
     too_long: Literal["cut", "drop"] = "cut"
     # pad (one pair a row: batch sizes count pairs), best_fit (several, whole)
-    packing: Literal["pad", "best_fit"] = "pad"  # type: ignore[assignment]
+    packing: Literal["pad", "best_fit"] = "pad"
     seq_len: Annotated[int, Ge(2)] = 512  # tokens of one side at most; a row is twice as long
 
     def problems(self, config: Any) -> Iterator[str]:

@@ -16,13 +16,12 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.chat.template import as_text
 from forgather_cli.data.text.hf import without_added
-from forgather_cli.data.text.read import BadRow, Damage, FilePart, Record, kind_of, read_records, sound_rows
+from forgather_cli.data.text.read import BadRow, Damage, FilePart, Record, sound_rows
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.errors import DataError
 

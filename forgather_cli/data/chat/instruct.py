@@ -31,7 +31,7 @@ from forgather_cli.data.chat.template import CHATML, ChatTemplate, Joined
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_records, with_splits
 from forgather_cli.data.text.hf import Rows, content_of_rows, origin_of, rows_of
-from forgather_cli.data.text.read import Damage, Record, SourceFile, chunks, encodable, kind_of, read_records
+from forgather_cli.data.text.read import BadRow, Damage, Record, SourceFile, chunks, encodable, kind_of, read_records
 from forgather_cli.data.text.tokenizer import (
     END,
     Marked,
@@ -216,7 +216,7 @@ def render(chats: Chats, conversation: Conversation) -> Rendered:
     return Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line, rules=rules)
 
 
-class Kind(NamedTuple):
+class RecordKind(NamedTuple):
     """What records of chats are made to."""
 
     read: Callable[[Record, InstructSettings, bool], Any]
@@ -227,16 +227,17 @@ class Kind(NamedTuple):
     """The documents of many."""
 
 
-def _rendered(chats: Chats, keys: Keys, damage: Damage, kind: Kind) -> Iterator[Any]:
+def _rendered(chats: Chats, keys: Keys, damage: Damage, kind: RecordKind) -> Iterator[Any]:
     """All conversations, each with its split."""
 
     def read(files: tuple[Source, ...], first: int) -> Iterator[Any]:
         use = partial(kind.render, chats, keys)
         for number, source in enumerate(files, first):
-            is_file = isinstance(source, SourceFile)
-            records = read_records(source.path, damage) if is_file else source.records()
-            # the library's types have put nulls where a row has nothing, and these are gone
-            is_table = is_file and kind_of(source.path) == ".parquet"
+            records: Iterable[Record | BadRow]
+            if isinstance(source, SourceFile):
+                records, is_table = read_records(source.path, damage), kind_of(source.path) == ".parquet"
+            else:  # the library's types have put nulls where a row has nothing, and these are gone
+                records, is_table = source.records(), False
             more: dict[str, Any] = {"is_table": is_table, "read": kind.read}
             for each in conversations_in(records, _name(source), chats.option, use, damage, **more):
                 each.file = number
@@ -249,7 +250,7 @@ def _rendered(chats: Chats, keys: Keys, damage: Damage, kind: Kind) -> Iterator[
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
-def tokenize_chats(chats: Chats, cache: Cache, kind: Kind | None = None) -> Tokenized:
+def tokenize_chats(chats: Chats, cache: Cache, kind: RecordKind | None = None) -> Tokenized:
     """The tokens of chat data, from the cache or made now. Raises DataError, with file and line, for bad records, and
     for keys of records that carry meaning and that nothing reads."""
     option, template = chats.option, chats.template
@@ -302,7 +303,7 @@ def _says_same(cache: Cache, key: str, made: Path) -> bool:
     return same
 
 
-def _write(directory: Path, chats: Chats, progress: Progress | None, kind: Kind) -> Meta:
+def _write(directory: Path, chats: Chats, progress: Progress | None, kind: RecordKind) -> Meta:
     tokenizer, dtype, noun = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size), chats.option.noun
     changed = chats.option.mapping or (_BEFORE | {"tools"}).intersection(chats.option.ignore)
     rules, damage, unknown, keys = 1, Damage(), set(), Keys(chats.option, chats.template)
@@ -357,7 +358,7 @@ def _around(ids: NDArray[Any], context: int, tokenizer: Tokenizer) -> Marked:
     return whole, np.arange(len(whole)) >= max(len(prefix), len(before) + context)
 
 
-CONVERSATIONS = Kind(conversation_of, noted, encoded)
+CONVERSATIONS = RecordKind(conversation_of, noted, encoded)
 
 
 # ------------------------------------------------------------------------------------------------------------- samples

@@ -84,16 +84,20 @@ class Keys:
             if by_name is None and key in self._others:
                 continue
             leaves = list(_leaves(value))
-            if by_name and not all(any(each.has(leaf, by_name=True) for each in seen) for leaf in leaves):
+            left = [leaf for leaf in leaves if not any(each.has(leaf, by_name=bool(by_name)) for each in seen)]
+            if by_name and left:
                 self._by_name[key] += 1
-            elif by_name is False and any(_is_text(leaf) and not any(each.has(leaf) for each in seen) for leaf in leaves):
+            elif by_name is False and any(map(_is_text, left)):
                 self._by_text[key] += 1
             elif leaves:
                 self._others[key] = None
 
     def _lost(self, conversation: Conversation) -> Iterator[tuple[str, Counter[str]]]:
-        """Keys of messages that the template does not write, and roles, each with where it counts. In the place of each text and number stands a
-        number that is nowhere else, since the words may be written elsewhere too, and look otherwise in JSON."""
+        """Keys of messages that the template does not write, and roles, each with where it counts.
+
+        In the place of each text and number stands a number that is nowhere else, since the words may be written
+        elsewhere too, and look otherwise in JSON.
+        """
         marked, marks, columns = list[Message](conversation.messages), list[str](), conversation.record.values()
         places: dict[tuple[str, int], slice] = {}
         for i, message in enumerate(conversation.messages):

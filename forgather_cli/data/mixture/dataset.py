@@ -75,6 +75,21 @@ class JoinedDataset:
                 batch[key][torch.from_numpy(rows)] = value
         return {**batch, SOURCES: torch.from_numpy(owners)}
 
+    @property
+    def num_pairs(self) -> int:
+        """Of sources that all have pairs, as ``max_pairs`` and ``row_pairs``."""
+        return sum(source.num_pairs for source in self._sources)
+
+    @property
+    def max_pairs(self) -> int:
+        return int(max(source.max_pairs for source in self._sources))
+
+    def row_pairs(self, row: int) -> range:
+        owner = int(np.searchsorted(self.firsts, row, side="right")) - 1
+        before = sum(source.num_pairs for source in self._sources[:owner])
+        found = self._sources[owner].row_pairs(row - int(self.firsts[owner]))
+        return range(before + found.start, before + found.stop)
+
     def _read(self, source: int, indices: list[int]) -> Batch:
         dataset = self._sources[source]
         many = getattr(dataset, "__getitems__", None)

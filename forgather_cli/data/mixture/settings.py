@@ -114,6 +114,10 @@ class MixtureSettings(DataSettings):
     add_tokens: Annotated[Literal["auto"] | bool, _OF_CHATS] = "auto"
 
     @property
+    def has_pairs(self) -> bool:  # type: ignore[override]
+        return any(source.has_pairs for source in self.sources.values())
+
+    @property
     def nothing_held_out(self) -> Void | None:
         nothing = {name: source.nothing_held_out for name, source in self.sources.items()}
         voids = [Void(f"data.sources.{name}.{void.because[5:]}", void.remedy) for name, void in nothing.items() if void]
@@ -141,6 +145,11 @@ class MixtureSettings(DataSettings):
                 yield f"data.sources: a name has letters, digits, - and _, got {name!r}; rename it"
             elif not isinstance(self.sources[name], Target) and self.sources[name].is_stream:
                 yield f"data.sources.{name}.streaming: streams as sources are not there yet, got true; leave it out"
+        alone = [name for name in names if not self.sources[name].has_pairs] if self.has_pairs else []
+        if alone:
+            yield f"data.sources.{alone[0]}: has no pairs, and other sources have; give all type=preference, or none"
+        if self.has_pairs and self.isolate_documents is False:
+            yield "data.isolate_documents: the sides of pairs are kept apart, got false; leave it out"
         have = [name for name in names if self.sources[name].weight is not None]
         if have and len(have) < len(names):
             without = next(name for name in names if name not in have)

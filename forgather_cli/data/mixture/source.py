@@ -40,12 +40,13 @@ class MixtureSource(DataSource[MixtureSettings]):
         for key in (f"{split}_{count}" for split in SPLITS for count in _COUNTS):
             counts: list[Any] = [splits.description.get(key) for splits in made.values()]
             description |= {key: sum(counts)} if None not in counts else {}
+        description |= {"row_tokens": option.row_tokens} if option.has_pairs else {}
         description["train_samples"] = sum(supply.samples for supply in shares.supplies.values())
         prints = description["fingerprints"] = {name: splits.fingerprint for name, splits in made.items()}
         description["order"] = digest([prints, repr(shares.supplies), repr(sorted(shares.weights.items()))])
         return DataSplits(
-            MixtureDataset({name: splits.train for name, splits in made.items()}, option.seq_len, shares),
-            JoinedDataset(evaluation, option.seq_len) if evaluation else None,
+            MixtureDataset({name: splits.train for name, splits in made.items()}, option.row_tokens, shares),
+            JoinedDataset(evaluation, option.row_tokens) if evaluation else None,
             tokenizer,
             digest(["mixture", prints]),
             option.seq_len,
@@ -79,7 +80,7 @@ class MixtureSource(DataSource[MixtureSettings]):
         if len(lengths) < len(self.option.sources):
             return []
         mixture = Mixture([Shares.of(self.option, lengths).stretch(0, 0, steps, global_batch)])
-        return uses_of(mixture, 0, 0, steps, global_batch, self.option.seq_len)
+        return uses_of(mixture, 0, 0, steps, global_batch, self.option.row_tokens)
 
     def vocabulary(self) -> tuple[int | None, int]:
         chats = [name for name, source in self.option.sources.items() if source.is_chats]
