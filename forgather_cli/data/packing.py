@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -72,18 +73,7 @@ def whole_pieces(borders: Ints, first_targets: Ints, seq_len: int, too_long: str
     return borders[:-1][keep], lengths[keep], {name: int(which.sum()) for name, which in counts.items()}
 
 
-def whole_pairs(borders: Ints, first_targets: Ints, seq_len: int, too_long: str) -> tuple[Ints, Ints, dict[str, int]]:
-    """The same of pairs, which are two documents each, one behind the other. Where one is longer than ``seq_len`` the
-    beginning of the prompt is left out of both (``cut``), or the pair (``drop``, and where nothing of the prompt would
-    be left)."""
-    sizes = np.diff(borders)
-    cut = np.maximum(sizes.reshape(-1, 2).max(1) - seq_len, 0).repeat(2)
-    dropped = (cut > 0) & (too_long == "drop")
-    empty = (cut >= first_targets) | (first_targets >= sizes)
-    empty = empty.reshape(-1, 2).any(1).repeat(2) & ~dropped
-    keep = ~dropped & ~empty
-    counts = {"cut": keep & (cut > 0), "dropped": dropped, "empty": empty}
-    return (borders[:-1] + cut)[keep], (sizes - cut)[keep], {name: int(which.sum()) for name, which in counts.items()}
+WholePieces = Callable[[Ints, Ints, int, str], tuple[Ints, Ints, dict[str, int]]]
 
 
 def in_turn(starts: Ints, lengths: Ints, seq_len: int) -> tuple[Ints, Ints, Ints]:
@@ -128,17 +118,24 @@ def best_fit(lengths: Ints, seq_len: int) -> tuple[Ints, Ints]:
 
 
 def packed_tables(
-    cache: Cache, data: Tokenized, seq_len: int, packing: str, *, too_long: str | None = None, has_pairs: bool = False
+    cache: Cache,
+    data: Tokenized,
+    seq_len: int,
+    packing: str,
+    *,
+    too_long: str | None = None,
+    find: WholePieces = whole_pieces,
+    together: int = 1,
 ) -> dict[Split, PackingTable]:
-    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations.
-    ``has_pairs``: of two documents each, which stay together, in rows twice as long as ``seq_len``."""
+    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations, with what
+    finds their pieces; so many at a time stay ``together``, in rows so many times as long as ``seq_len``."""
     rules = [_VERSION, data.fingerprint, seq_len, packing]
     splits = data.splits()
 
     def write(directory: Path) -> Meta:
         meta: Meta = {"origin": {"packing": packing, "seq_len": seq_len}}
         for name, split in splits.items():
-            meta[name] = _write_table(directory / name, split, seq_len, packing, too_long, 2 if has_pairs else 1)
+            meta[name] = _write_table(directory / name, split, seq_len, packing, too_long, find, together)
         return meta
 
     directory, meta = cache.build_once("packings", digest(rules if too_long is None else [*rules, too_long]), write)
@@ -152,9 +149,8 @@ def packed_tables(
 
 
 def _write_table(
-    stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None, together: int
+    stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None, find: WholePieces, together: int
 ) -> Meta:
-    """``together``: documents that stay together."""
     assert split.documents is not None
     left_out: dict[str, int] = {}
     if too_long is None:
@@ -162,7 +158,6 @@ def _write_table(
     else:
         assert split.first_targets is not None
         firsts = split.first_targets.array
-        find = whole_pairs if together == 2 else whole_pieces
         starts, lengths, left_out = find(split.documents.array, firsts, seq_len, too_long)
     rows = together * np.arange(len(starts) // together + 1)
     if packing == "best_fit":

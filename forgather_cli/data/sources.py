@@ -120,8 +120,7 @@ class StoredSource(DataSource[_Sequences]):
         """Which pieces of documents make up each sample, by split; empty where samples are cut regardless of them."""
         option: Any = self.option
         if option.is_chats:
-            more = {"too_long": option.too_long, "has_pairs": option.has_pairs}
-            return packed_tables(cache, data, option.seq_len, option.packing, **more)
+            return packed_tables(cache, data, option.seq_len, option.packing, too_long=option.too_long)
         return {} if option.packing == "concat" else packed_tables(cache, data, option.seq_len, option.packing)
 
 

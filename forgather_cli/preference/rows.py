@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from forgather_cli.data.packing import PackingTable
+from forgather_cli.data.packing import Ints, PackingTable
 from forgather_cli.data.samples import PackedDataset
 from forgather_cli.data.tokens import TokenSplit
 from forgather_cli.labels import LENGTHS, SIDES, UNITS
+
+
+def whole_pairs(borders: Ints, first_targets: Ints, seq_len: int, too_long: str) -> tuple[Ints, Ints, dict[str, int]]:
+    """Pieces, as ``packing.whole_pieces``, of pairs, which are two documents each, one behind the other. Where one is
+    longer than ``seq_len`` the beginning of the prompt is left out of both (``cut``), or the pair (``drop``, and where
+    nothing of the prompt would be left)."""
+    sizes = np.diff(borders)
+    cut = np.maximum(sizes.reshape(-1, 2).max(1) - seq_len, 0).repeat(2)
+    dropped = (cut > 0) & (too_long == "drop")
+    empty = (cut >= first_targets) | (first_targets >= sizes)
+    empty = empty.reshape(-1, 2).any(1).repeat(2) & ~dropped
+    keep = ~dropped & ~empty
+    counts = {"cut": keep & (cut > 0), "dropped": dropped, "empty": empty}
+    return (borders[:-1] + cut)[keep], (sizes - cut)[keep], {name: int(which.sum()) for name, which in counts.items()}
 
 
 class PreferenceRows(PackedDataset):
@@ -28,11 +44,10 @@ class PreferenceRows(PackedDataset):
     def num_pairs(self) -> int:
         return int(self.table.borders[-1]) // 2
 
-    @property
+    @cached_property
     def max_pairs(self) -> int:
         """Of any row."""
-        borders = self.table.borders
-        return int((borders[1:] - borders[:-1]).max()) // 2
+        return int(np.diff(self.table.borders).max()) // 2
 
     def row_pairs(self, row: int) -> range:
         """The numbers of a row's pairs, below ``num_pairs``."""

@@ -8,11 +8,12 @@ import numpy as np
 
 from forgather_cli.data.cache import Cache, digest
 from forgather_cli.data.order import Order
+from forgather_cli.data.packing import PackingTable, packed_tables
 from forgather_cli.data.sources import ChatSource
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.data.text.read import damage_of
 from forgather_cli.data.text.tokenizer import Tokenizer
-from forgather_cli.data.tokens import Tokenized
+from forgather_cli.data.tokens import Split, Tokenized
 from forgather_cli.errors import DataError
 
 
@@ -25,6 +26,13 @@ class PreferenceSource(ChatSource):
 
         chats = find_chats(self.option, cache, self.model_tokens)
         return tokenize_chats(chats, cache, PAIRS), chats.tokenizer
+
+    def _tables(self, data: Tokenized, cache: Cache) -> dict[Split, PackingTable]:
+        from forgather_cli.preference.rows import whole_pairs
+
+        option = self.option
+        how: dict[str, Any] = {"too_long": option.too_long, "find": whole_pairs, "together": 2}
+        return packed_tables(cache, data, option.seq_len, option.packing, **how)
 
     def load(self, cache: Cache) -> DataSplits:
         from forgather_cli.data.chat.instruct import describe_chats, targets_in_words
