@@ -32,6 +32,7 @@ from forgather_cli.checkpoint.replication import checksums
 from forgather_cli.config.schema import NoAdapter
 from forgather_cli.data.cache import Cache, digest
 from forgather_cli.data.loaders.collate import Batch, default_collate, microbatches
+from forgather_cli.data.loaders.prefetch import to_device
 from forgather_cli.data.samples import one_of
 from forgather_cli.distributed import gather, on_rank_0
 from forgather_cli.documents.regular_files import read_json_object
@@ -44,7 +45,7 @@ from forgather_cli.preference.loss import DPO, REFERENCE
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.terminal.bars import Bar
-from forgather_cli.trainer.build import known_vocab_size, model_spec
+from forgather_cli.trainer.build import known_vocab_size, model_spec, takes_starts
 from forgather_cli.trainer.evaluate import EvaluationStopped, in_rounds
 from forgather_cli.trainer.run import TrainingRun
 
@@ -129,6 +130,8 @@ def find_or_compute(loss: DPO, loop: Any, reader: Any) -> None:
             )
         data.values[:] = torch.from_numpy(values)
         found[name] = key, now
+        if run.world.rank == 0:
+            log.info("the reference's log-probabilities of %d %s pairs: references/%s", len(values), name, key)
     facts["reference"] = found
     if not run.state.global_step and loss.reference is None:
         loss.check_first_step()
@@ -207,7 +210,7 @@ def _compute(loss: DPO, run: TrainingRun, strategy: Strategy, data: Any, cache: 
     bar = Bar(f"the reference's log-probabilities of the {name} pairs", total=len(mine), shown=run.world.rank == 0)
     try:
         with out, bar, evaluation_mode(strategy.parts):
-            rounds = in_rounds(_on_device(data, mine, strategy.device), run.cpu_group, run.sync)
+            rounds = in_rounds(_on_device(data, mine, strategy), run.cpu_group, run.sync)
             for rows, (batch, counted) in zip(chain(mine, repeat([])), rounds, strict=False):
                 strategy.loss(batch)
                 if counted and seen:  # on ranks with the loss
@@ -234,10 +237,12 @@ def _pairs(data: Any, rows: Sequence[int]) -> list[int]:
     return [pair for row in rows for pair in data.row_pairs(row)]
 
 
-def _on_device(data: Any, batches: Sequence[Sequence[int]], device: torch.device) -> Iterator[Batch]:
-    for rows in batches:
-        batch = data.__getitems__(rows)
-        yield {key: value.to(device) for key, value in batch.items() if key not in (LENGTHS, NUMBERS, SOURCES)}
+def _on_device(data: Any, batches: Sequence[Sequence[int]], strategy: Strategy) -> Iterator[Batch]:
+    """As training gets them."""
+    read = (data.__getitems__(rows) for rows in batches)
+    kept = ({k: v for k, v in batch.items() if k not in (LENGTHS, NUMBERS, SOURCES)} for batch in read)
+    starts = takes_starts(strategy.parts[0], strategy.device)
+    return (batch for [batch], _ in to_device((([b], None) for b in kept), strategy.device, None, starts))
 
 
 def _other_model(loss: DPO, run: TrainingRun) -> Strategy:
