@@ -31,6 +31,10 @@ SOURCES = "source_ids"
 """The key of a batch that says of which source (of a mixture) each row is, (B,); whoever counts by source reads it."""
 
 
+NUMBERS = "mixture_samples"
+"""The key of a batch that says which sample (of a mixture) each row is, (B,); its ``MixtureSteps`` take it out."""
+
+
 STARTS = "document_starts"
 """The key of a batch that says where documents begin in each row, (B, n), to models that take it (``with_starts``)."""
 

@@ -36,7 +36,7 @@ from forgather_cli.data.samples import one_of
 from forgather_cli.distributed import gather, on_rank_0
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import CheckpointError, DataError, ModelError
-from forgather_cli.labels import LENGTHS, SOURCES
+from forgather_cli.labels import LENGTHS, NUMBERS, SOURCES
 from forgather_cli.loss.base import Knowledge
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import evaluation_mode
@@ -237,7 +237,7 @@ def _pairs(data: Any, rows: Sequence[int]) -> list[int]:
 def _on_device(data: Any, batches: Sequence[Sequence[int]], device: torch.device) -> Iterator[Batch]:
     for rows in batches:
         batch = data.__getitems__(rows)
-        yield {key: value.to(device) for key, value in batch.items() if key not in (LENGTHS, SOURCES)}
+        yield {key: value.to(device) for key, value in batch.items() if key not in (LENGTHS, NUMBERS, SOURCES)}
 
 
 def _other_model(loss: DPO, run: TrainingRun) -> Strategy:

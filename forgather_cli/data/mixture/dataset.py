@@ -33,10 +33,9 @@ from forgather_cli.distributed import gather
 from forgather_cli.documents.fields import ANYTHING, COUNT, FieldError, check_fields, list_of, object_of
 from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
 from forgather_cli.errors import DataError
-from forgather_cli.labels import LENGTHS, SOURCES
+from forgather_cli.labels import LENGTHS, NUMBERS, SOURCES
 
 _BLOCK = 4096  # positions that are dealt at once
-_NUMBERS = "mixture_samples"
 _AHEAD = 16  # steps whose tallies are kept: more than are read before one is trained on
 _MANY = 4  # passes, beyond which data teach ever less (Muennighoff et al. 2023, arXiv:2305.16264)
 _log = logging.getLogger(__name__)
@@ -157,7 +156,7 @@ class MixtureDataset(JoinedDataset):
         self.shares = shares
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch:
-        return {**super().__getitems__(numbers), _NUMBERS: torch.tensor(numbers)}
+        return {**super().__getitems__(numbers), NUMBERS: torch.tensor(numbers)}
 
     def make_training_steps(
         self, share: Share, batches: Batches, seed: int, *, shuffle: bool, group_by_length: str | None
@@ -267,7 +266,7 @@ class MixtureSteps(MapStyleSteps):
     def read(self, position: Position) -> Iterator[tuple[list[Batch], Position]]:
         tally = self._tallies.get(position.get("position", 0), self._nothing)
         for batches, after in super().read(position):
-            tally = sum((self.tally(batch.pop(_NUMBERS).numpy()) for batch in batches), tally)
+            tally = sum((self.tally(batch.pop(NUMBERS).numpy()) for batch in batches), tally)
             self._tallies = dict([*self._tallies.items(), (after.get("position", 0), tally)][-_AHEAD:])
             yield batches, after
 
