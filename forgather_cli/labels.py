@@ -32,8 +32,7 @@ SOURCES = "source_ids"
 
 
 NUMBERS = "mixture_samples"
-"""The key of a mixture's training batch with the number of each row, (B,); whoever counts what was read takes it out.
-"""
+"""The key of a batch that says which sample (of a mixture) each row is, (B,); its ``MixtureSteps`` take it out."""
 
 
 STARTS = "document_starts"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -181,3 +182,16 @@ def test_pairs_and_chats_of_one_file_are_cached_apart() -> None:
     ignored = "data.ignore=[chosen,rejected]"
     chats = load("data=instruct", *words, "seq_len=290", "data.eval_fraction=0", ignored, "packing=pad")
     assert (pairs.train.num_pairs, len(chats.train)) == (6, 6)
+
+
+def test_a_run_on_a_mixture_of_pairs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its first loss says that the reference's rows are those that are trained on."""
+    words = ["seq_len=300", "global_batch_size=4", "max_steps=4", "logging_steps=1", "warmup_steps=1"]
+    assert forgather("train", *MIXTURE, *words, "callbacks.json={}", "output_dir=run", "save_strategy=no") == 0
+    logged = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    losses = [each["loss"] for each in logged if "loss" in each]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses[-1] < losses[0]
+    capsys.readouterr()
+    found = document(capsys, "data", "audit", "run")
+    assert (found["lost"], found["repeated"]) == (0, 0)
