@@ -36,6 +36,18 @@ STARTS = "document_starts"
 """The key of a batch that says where documents begin in each row, (B, n), to models that take it (``with_starts``)."""
 
 
+UNITS = "units"
+"""The key of a batch that says how many units of the denominator each row has, (B,) int64: of preferences its pairs."""
+
+
+FOR_LOSS = "for_loss_"
+"""What the keys of tensors (B, ...) begin with that the loss reads, and no model."""
+
+
+SIDES = f"{FOR_LOSS}sides"
+"""Of each token the side of the row's pairs that it is in, (B, T) int16: 2p chosen and 2p + 1 rejected, -1 padding."""
+
+
 def label_shift(batch: Mapping[str, Any]) -> int:
     """By how many positions a label stands behind the position that predicts it: 1, or 0 in an encoder-decoder."""
     return 0 if "decoder_input_ids" in batch else 1
@@ -47,7 +59,9 @@ def num_targets(labels: Tensor, shift: int = 1) -> Tensor:
 
 
 def targets_of(batch: Mapping[str, Tensor]) -> Tensor:
-    """Counted targets of a batch, as ``num_targets``."""
+    """What the loss of a batch is divided by, as ``num_targets``: its units, or else counted targets."""
+    if UNITS in batch:
+        return batch[UNITS].sum()
     return (batch["labels"][:, label_shift(batch) :] != IGNORED).sum()
 
 

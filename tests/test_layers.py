@@ -90,6 +90,10 @@ ALLOWED = {
     "models": {"config.pipeline_layout"},
     "data": {"checkpoint.files", "distributed", "launch.processes"},
     "precision": {"loss"},
+    "preference": {
+        "callbacks.norms", "checkpoint.replication", "data", "distributed", "loss", "models.build", "models.parts",
+        "strategies.base", "strategies.build", "trainer.build", "trainer.evaluate", "trainer.run",
+    },
 }  # fmt: skip
 
 # third-party package -> the only layers that may import it, a room with commands beside cli

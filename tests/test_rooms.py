@@ -65,6 +65,11 @@ ROOMS = {
         ("tests/quantized",),
         {"train precision=fp8": "precision=fp8", "finalize run final --quantize int8-weight-only": ""},
     ),
+    "preference": Room(
+        ("forgather_cli/preference", "conf/data/preference.yaml", "conf/loss/dpo.yaml"),
+        ("tests/preference",),
+        {"train data=preference": "data=preference", "train loss=dpo": "loss=dpo"},
+    ),
     "mixture": Room(
         ("forgather_cli/data/mixture", "conf/data/mixture.yaml"),
         ("tests/data/mixture",),

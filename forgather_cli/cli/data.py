@@ -115,6 +115,8 @@ def show(
         for each in found:
             print_sample(each, split, samples.length, screen)
         tell("targets, which the loss counts, are on green, or between [ and ]; \\n ends a line")
+        if found[0].sides:
+            tell("what only one side of a pair has is underlined, or between { and }")
 
 
 def _read(config: Config) -> tuple[Config, DataSplits]:

@@ -28,6 +28,13 @@ _CALLS = {
     "loss": _Call(offered=("num_items_in_batch",)),
     "callbacks": _Call(),
     "model_splitter": _Call(("model", "stages")),
+    "loss.variant": _Call(
+        (
+            *(f"{model}_{side}" for model in ("policy", "reference") for side in ("chosen", "rejected")),
+            "chosen_lengths",
+            "rejected_lengths",
+        )
+    ),
 }
 
 
@@ -53,6 +60,8 @@ def _targets(config: Config) -> Iterator[tuple[str, Target, _Call]]:
             yield path, option, _CALLS[path.partition(".")[0]]
     if isinstance(splitter := getattr(config.trainer, "model_splitter", None), Target):
         yield "model_splitter", splitter, _CALLS["model_splitter"]
+    if isinstance(variant := getattr(config.loss, "variant", None), Target):
+        yield "loss.variant", variant, _CALLS["loss.variant"]
     groups = {} if isinstance(config.optimizer, Target) else config.optimizer.groups
     for head, each in groups.items():
         if isinstance(each.optimizer, Target):

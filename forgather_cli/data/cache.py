@@ -6,6 +6,7 @@
     <cache_dir>/indexes/<key>/            document borders of token files
     <cache_dir>/packings/<key>/           index tables of best_fit and pad
     <cache_dir>/datasets/                 what the datasets library makes of local files
+    <cache_dir>/references/<key>/         what a model said of pairs before the first step (preference/reference.py)
     <cache_dir>/locks/<kind>-<key>.lock   held while that is built
     <cache_dir>/locks/<kind>-<key>.use    held, shared, by processes that use it; its time is that of the last use
 
@@ -36,7 +37,7 @@ from forgather_cli.errors import DataError
 log = logging.getLogger(__name__)
 
 Meta = dict[str, Any]
-KINDS = ("tokens", "packings", "indexes", "tokenizers", "datasets", "content")
+KINDS = ("tokens", "packings", "indexes", "tokenizers", "datasets", "references", "content")
 _SILENCE = 3.0  # seconds of waiting for another process before the first message
 _REMINDER = 60.0  # seconds between later messages
 _LOOK = 0.05  # seconds between two attempts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,11 @@ class PackingTable:
 
     def __len__(self) -> int:
         return self._rows.length - 1
+
+    @property
+    def borders(self) -> Ints:
+        """The first piece of each row, and their number at the end."""
+        return self._rows.array
 
     def pieces(self, row: int) -> list[tuple[int, int]]:
         first, last = self._rows.array[row : row + 2].tolist()
@@ -65,6 +71,9 @@ def whole_pieces(borders: Ints, first_targets: Ints, seq_len: int, too_long: str
     counts = {"cut": keep & long, "dropped": long & (too_long == "drop"), "empty": first_targets >= lengths}
     counts["empty"] &= ~counts["dropped"]
     return borders[:-1][keep], lengths[keep], {name: int(which.sum()) for name, which in counts.items()}
+
+
+WholePieces = Callable[[Ints, Ints, int, str], tuple[Ints, Ints, dict[str, int]]]
 
 
 def in_turn(starts: Ints, lengths: Ints, seq_len: int) -> tuple[Ints, Ints, Ints]:
@@ -109,16 +118,24 @@ def best_fit(lengths: Ints, seq_len: int) -> tuple[Ints, Ints]:
 
 
 def packed_tables(
-    cache: Cache, data: Tokenized, seq_len: int, packing: str, *, too_long: str | None = None
+    cache: Cache,
+    data: Tokenized,
+    seq_len: int,
+    packing: str,
+    *,
+    too_long: str | None = None,
+    find: WholePieces = whole_pieces,
+    together: int = 1,
 ) -> dict[Split, PackingTable]:
-    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations."""
+    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations, with what
+    finds their pieces; so many at a time stay ``together``, in rows so many times as long as ``seq_len``."""
     rules = [_VERSION, data.fingerprint, seq_len, packing]
     splits = data.splits()
 
     def write(directory: Path) -> Meta:
         meta: Meta = {"origin": {"packing": packing, "seq_len": seq_len}}
         for name, split in splits.items():
-            meta[name] = _write_table(directory / name, split, seq_len, packing, too_long)
+            meta[name] = _write_table(directory / name, split, seq_len, packing, too_long, find, together)
         return meta
 
     directory, meta = cache.build_once("packings", digest(rules if too_long is None else [*rules, too_long]), write)
@@ -131,7 +148,9 @@ def packed_tables(
     return tables
 
 
-def _write_table(stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None) -> Meta:
+def _write_table(
+    stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None, find: WholePieces, together: int
+) -> Meta:
     assert split.documents is not None
     left_out: dict[str, int] = {}
     if too_long is None:
@@ -139,11 +158,12 @@ def _write_table(stem: Path, split: TokenSplit, seq_len: int, packing: str, too_
     else:
         assert split.first_targets is not None
         firsts = split.first_targets.array
-        starts, lengths, left_out = whole_pieces(split.documents.array, firsts, seq_len, too_long)
-    rows = np.arange(len(starts) + 1)
+        starts, lengths, left_out = find(split.documents.array, firsts, seq_len, too_long)
+    rows = together * np.arange(len(starts) // together + 1)
     if packing == "best_fit":
-        order, rows = best_fit(lengths, seq_len)
-        starts, lengths = starts[order], lengths[order]
+        order, rows = best_fit(lengths.reshape(-1, together).sum(1), together * seq_len)
+        starts, lengths = (each.reshape(-1, together)[order].flatten() for each in (starts, lengths))
+        rows *= together
     elif packing == "concat":
         starts, lengths, rows = in_turn(starts, lengths, seq_len)
     for name, array in (("rows", rows), ("starts", starts), ("lengths", lengths)):

@@ -130,7 +130,7 @@ class DataSource(ABC, Generic[_Option]):
     def sides(self) -> tuple[int | None, int]:
         """Tokens of a sample, or of its encoder's side, None where only the data will tell; and of its decoder's, 0
         where it has one side."""
-        return self.option.seq_len, 0
+        return self.option.row_tokens, 0
 
     def text(self, cache: Cache) -> Documents | None:
         """The documents, where they are text that can be read again. Raises DataError."""

@@ -134,7 +134,7 @@ class DilocoWorker:
     def after_step(self, counts: Counts) -> None:
         """At the end of a round make the submission, and ask for the checkpoint that holds it."""
         self.local_step += 1
-        self._targets += counts.targets
+        self._targets += counts.units
         self._trained_tokens += counts.tokens
         self._trained_seconds += time.monotonic() - self._mark
         self._tokens_per_second = self._trained_tokens / self._trained_seconds

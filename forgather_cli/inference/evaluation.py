@@ -27,6 +27,7 @@ from forgather_cli.errors import DataError, ModelError
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
 from forgather_cli.inference.source import Located, is_quantized, load_located, locate
+from forgather_cli.loss.base import Knowledge, Loss
 from forgather_cli.loss.build import build_loss
 from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.models.build import construct, directory_option, fill, most_tokens
@@ -95,6 +96,9 @@ def evaluate_source(
             "data.eval_fraction: the data has no evaluation split; set data.eval_files or data.eval_fraction"
         )
     loss = build_loss(config.loss, device=device)
+    if loss.data is not None:
+        identity = {} if found.reader is None else found.reader.identity()
+        data = replace(data, eval=loss.data(data.eval, Knowledge(config, data.fingerprint, identity)))
     token_bytes = token_bytes_of(data.tokenizer, loss)
     loss.eval_metrics = seen = EvalMetrics(device, token_bytes, len(getattr(data.eval, "task_names", ())))
     strategy = build_strategy(config, loss=loss)
@@ -108,7 +112,7 @@ def evaluate_source(
         "ranks": world().size,
         "precision": config.precision.type,
         "data": data.description,
-        **_measure(strategy, seen, config, data, group),
+        **_measure(strategy, seen, config, data, group, loss),
     }
 
 
@@ -185,7 +189,9 @@ def _check_vocabulary(strategy: Strategy, data: DataSplits, group: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------- the numbers
 
 
-def _measure(strategy: Strategy, seen: EvalMetrics, config: Config, data: DataSplits, group: Any) -> dict[str, Any]:
+def _measure(
+    strategy: Strategy, seen: EvalMetrics, config: Config, data: DataSplits, group: Any, loss: Loss
+) -> dict[str, Any]:
     """Collective. One pass over the split."""
     here = world()
     data_ranks = None if here.size == 1 else DataRanks(cpu_group(), here.rank, strategy.data_rank)
@@ -210,6 +216,7 @@ def _measure(strategy: Strategy, seen: EvalMetrics, config: Config, data: DataSp
             on_batch=on_batch,
             group=group,
             tasks=Tasks(names, seen) if names else None,
+            minimised=loss,
         )
     loader.close()
     correct, num_bytes = all_sum(torch.stack([seen.correct, seen.num_bytes]), here.group).tolist()

@@ -24,6 +24,7 @@ pre { font: 14px/1.7 ui-monospace, monospace; white-space: pre-wrap; overflow-wr
 pre span { border-radius: 2px; cursor: default; }
 .target { background: var(--target); border-bottom: 2px solid var(--target-line); }
 .special { color: var(--special); font-weight: 600; }
+.differs { text-decoration: underline; }
 pre span:hover { background: var(--hover); color: var(--hover-ink); outline: 1px solid var(--ink); }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser would ask nobody for anything
@@ -60,7 +61,12 @@ def _documents(sample: ShownSample) -> Iterable[str]:
         for at, document in enumerate(sample.documents):
             if document == number:
                 is_target, is_special = sample.targets[at], sample.special[at]
-                kind = " ".join(name for name, is_so in (("target", is_target), ("special", is_special)) if is_so)
+                kinds = {
+                    "target": is_target,
+                    "special": is_special,
+                    "differs": bool(sample.differs and sample.differs[at]),
+                }
+                kind = " ".join(name for name, is_so in kinds.items() if is_so)
                 told = f"id {sample.ids[at]}, position {at}, {'target' if is_target else 'no target'}"
                 yield _token(sample.pieces[at], told, kind)
         yield "</pre>\n"

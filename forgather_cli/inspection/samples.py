@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from forgather_cli.data.text.pieces import letters_of, pieces_of, special_ids
 from forgather_cli.data.tokens import Split
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.inspection.origins import Origins, Place
-from forgather_cli.labels import IGNORED
+from forgather_cli.labels import IGNORED, SIDES
 from forgather_cli.plan.run import batch_and_steps
 
 _BLOCK = 1 << 18  # samples of an order that are looked through at once
@@ -87,6 +88,10 @@ class ShownSample:
     encoder: Side | None = None
     mixture_source: str | None = None
     """Of a mixture, the source of its documents."""
+    sides: list[str] | None = None
+    """Of pairs, what each document is: ``chosen`` or ``rejected``, by turns."""
+    differs: list[bool] | None = None
+    """Of pairs, (T,), of each token: it is in none of the longest stretches that its side and the other one share."""
 
     @property
     def source(self) -> str | None:
@@ -102,6 +107,7 @@ class ShownSample:
         told: dict[str, Any] = {name: getattr(self, name) for name in ("index", "source", "ids", "targets", "pieces")}
         told |= {"mixture_source": self.mixture_source} if self.mixture_source else {}
         told["documents"] = self.documents
+        told |= {"sides": self.sides, "differs": self.differs} if self.sides else {}
         if self.encoder is not None:
             told["encoder"] = {"ids": self.encoder.ids, "pieces": self.encoder.pieces}
         return told
@@ -229,6 +235,7 @@ class Samples:
             parts = [Excerpt(start) for start in self._starts(ids, None if documents is None else documents[row])]
         starts = np.array([part.start for part in parts])
         owners = (starts.searchsorted(np.arange(len(ids)), "right") - 1).tolist()
+        pairs = {} if SIDES not in batch else _told_apart(ids.tolist(), batch[SIDES][row].tolist())
         return ShownSample(
             index,
             ids.tolist(),
@@ -239,6 +246,7 @@ class Samples:
             [number in self._special for number in ids.tolist()],
             [part for part in parts if part.start < num_tokens or mask is not None],
             encoder,
+            **pairs,
         )
 
     def _starts(self, ids: Tensor, documents: Tensor | None) -> list[int]:
@@ -291,6 +299,18 @@ class Samples:
         if isinstance(dataset, PackedDataset):
             return dataset.table.rows_with(start, stop)
         return [n for n in range(start // dataset.seq_len, -(-stop // dataset.seq_len)) if n < len(dataset)]
+
+
+def _told_apart(ids: list[int], sides: list[int]) -> dict[str, Any]:
+    """``sides`` and ``differs`` of a sample, from ``labels.SIDES``."""
+    differs = [False] * len(ids)
+    for first in range(0, max(sides), 2):
+        begins = [sides.index(first), sides.index(first + 1)]
+        one, other = (ids[begin : begin + sides.count(first + n)] for n, begin in enumerate(begins))
+        for kind, *spans in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
+            for begin, (start, stop) in zip(begins, (spans[:2], spans[2:]), strict=True):
+                differs[begin + start : begin + stop] = [kind != "equal"] * (stop - start)
+    return {"sides": ["chosen", "rejected"] * (1 + max(sides) // 2), "differs": differs}
 
 
 def _moved(position: Position, by: int) -> Position:

@@ -48,9 +48,10 @@ def counts_of(sample: ShownSample) -> str:
 
 def heading_of(part: Excerpt, number: int, sample: ShownSample) -> str:
     what = "decoder" if sample.encoder is not None else "document"
+    named = f"{what} {number}" if sample.sides is None else f"pair {number // 2}, {sample.sides[number]}"
     source = "" if part.place is None else shown(part.source or "")
     begins = f"from its token {part.before:,} on" if part.before else ""
-    return ", ".join(filter(None, (f"{what} {number}", sample.mixture_source, source, begins)))
+    return ", ".join(filter(None, (named, sample.mixture_source, source, begins)))
 
 
 def _rule(text: str, screen: Console) -> Text:
@@ -59,13 +60,16 @@ def _rule(text: str, screen: Console) -> Text:
 
 
 def _tokens(sample: ShownSample, tokens: Sequence[int], *, marks: bool) -> Text:
-    found = Text()
+    found, differs = Text(), sample.differs or [False] * len(sample.ids)
     for is_target, group in groupby(tokens, key=lambda at: sample.targets[at]):
         found.append("[" if marks and is_target else "")
-        for at in group:
-            style = ("bold " if sample.special[at] else "") + _TARGET if is_target else ""
-            style = _SPECIAL if sample.special[at] and not is_target else style
-            found.append(visible(sample.letters[at]), style)
+        for is_other, some in groupby(group, key=lambda at: differs[at]):
+            found.append("{" if marks and is_other else "")
+            for at in some:
+                style = ("bold " if sample.special[at] else "") + _TARGET if is_target else ""
+                style = _SPECIAL if sample.special[at] and not is_target else style
+                found.append(visible(sample.letters[at]), style + " underline" * is_other)
+            found.append("}" if marks and is_other else "")
         found.append("]" if marks and is_target else "")
     if found.plain.endswith("\n"):
         found.right_crop(1)

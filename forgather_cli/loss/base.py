@@ -6,15 +6,15 @@ Legend: B sequences, T tokens, V vocabulary, E hidden size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from forgather_cli.errors import ModelError
-from forgather_cli.labels import SOURCES, TASKS, label_shift
+from forgather_cli.labels import FOR_LOSS, SOURCES, TASKS, UNITS, label_shift
 from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.loss.model_io import MISFITS, model_kwargs
 
@@ -37,6 +37,22 @@ class NamedSums:
         sums = torch.stack([values, counted.to(values.dtype)]).view(2, len(self.places), -1).sum(-1)
         self.table.index_add_(1, self.places, sums.to(self.table.dtype))
 
+    def add(self, names: Sequence[str], sums: Tensor, count: Tensor) -> None:
+        """``sums`` (n,) under names that stand one behind another, to be divided by ``count``."""
+        first = self.names.index(names[0])
+        columns = self.table[:, first : first + len(names)]
+        columns += torch.stack([sums, count.expand(len(names))]).to(columns.dtype)
+
+
+class Knowledge(NamedTuple):
+    """What is known where a checkpoint is evaluated."""
+
+    config: Any
+    fingerprint: str | None
+    """Of the data."""
+    identity: Mapping[str, Any]
+    """Of the checkpoint; empty of a model directory."""
+
 
 class Loss(ABC):
     """What is minimised: a sum over the targets of a batch."""
@@ -47,6 +63,21 @@ class Loss(ABC):
     """Set by a training that logs more than the loss."""
     sums_rows: bool = False
     """It adds its values to ``sums`` row by row, where these are told apart; else it gives one sum of all."""
+    names: Sequence[str] = ()
+    """Of what it adds to ``sums`` beside the loss, in training and in evaluation."""
+    extras: Mapping[str, Tensor] | None = None
+    """Of the batch that comes next its units, and the tensors for the loss alone; None of a loss that reads none."""
+    without_dropout: bool = False
+    """It compares what the model says with what it has said before, so nothing may be dropped."""
+    data: Callable[[Any, Knowledge | None], Any] | None = None
+    """Makes of a dataset the one whose batches have what the loss alone reads: once it is computed
+    (``before_training``), or of an evaluation split where a checkpoint knows it. Raises SetupError.
+    """
+    before_training: Callable[[Any, Any], None] | None = None
+    """Collective, before the first step, with the loop and the reader of the checkpoint that it goes on from, if any.
+    """
+    before_update: Callable[[Any], None] | None = None
+    """Collective, with the run, when a step has its gradients."""
     is_likelihood: bool = False
     """True if the sum is the negative log-likelihood in nats, and nothing is added to it."""
     is_separable: bool = True
@@ -99,6 +130,20 @@ def head_and_hidden(
     return head, hidden
 
 
+def batch_total(loss: Loss, model: nn.Module, batch: dict[str, Tensor], step_targets: Tensor | None = None) -> Tensor:
+    """``loss.total`` of a batch, of which model and loss get what is theirs."""
+    labels = batch.get("labels")
+    if labels is None:
+        raise ModelError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
+    if loss.eval_metrics is not None:
+        loss.eval_metrics.task_ids = batch.get(TASKS)
+    if loss.sums is not None:
+        loss.sums.places = batch[SOURCES][:, 0] if SOURCES in batch and torch.is_grad_enabled() else None
+    if loss.extras is not None:
+        loss.extras = {key: value for key, value in batch.items() if key == UNITS or key.startswith(FOR_LOSS)}
+    return loss.total(model, model_kwargs(batch), labels, step_targets)
+
+
 class ModelWithLoss(nn.Module):
     """Model and loss as one module, so that a wrapper around it (FSDP2, DDP) sees head and loss in one forward."""
 
@@ -131,14 +176,7 @@ class ModelWithLoss(nn.Module):
 
     def forward(self, batch: dict[str, Tensor], step_targets: Tensor | None = None) -> Tensor:
         """Sum over targets, 0-dim fp32. ``step_targets``: targets of the whole step."""
-        labels = batch.get("labels")
-        if labels is None:
-            raise ModelError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
-        if self.loss.eval_metrics is not None:
-            self.loss.eval_metrics.task_ids = batch.get(TASKS)
-        if self.loss.sums is not None:
-            self.loss.sums.places = batch[SOURCES][:, 0] if SOURCES in batch and torch.is_grad_enabled() else None
-        return self.loss.total(self.model, model_kwargs(batch), labels, step_targets)
+        return batch_total(self.loss, self.model, batch, step_targets)
 
     def evaluate(self, batch: dict[str, Tensor]) -> Tensor:
         """``forward`` of a batch whose gradient nobody wants. A function of its own, since torch compiles one for any

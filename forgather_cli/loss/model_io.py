@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forgather_cli.errors import PartError
-from forgather_cli.labels import IGNORED, LENGTHS, SOURCES, TASKS
+from forgather_cli.labels import FOR_LOSS, IGNORED, LENGTHS, SOURCES, TASKS, UNITS
 from forgather_cli.targets import accepts
 
 MISFITS = (IndexError, RuntimeError, ValueError)
@@ -23,7 +23,8 @@ MISFITS = (IndexError, RuntimeError, ValueError)
 
 def model_kwargs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of a batch goes to the model: everything but the labels and what they belong to."""
-    return {key: value for key, value in batch.items() if key not in ("labels", TASKS, LENGTHS, SOURCES)}
+    others = ("labels", TASKS, LENGTHS, SOURCES, UNITS)
+    return {key: value for key, value in batch.items() if key not in others and not key.startswith(FOR_LOSS)}
 
 
 def model_logits(model: nn.Module, inputs: dict[str, Tensor], *, last_only: bool = False, cache: Any = None) -> Tensor:

@@ -183,7 +183,7 @@ def _facts(made: RunPlan) -> dict[str, str]:
     elif "." in made.trainer:
         trainer += ", planned as if each rank held the whole model"
     ranks = made.global_batch // (made.micro_batch * made.accumulation)
-    batch = f"{made.global_batch} sequences = {made.micro_batch} x {made.accumulation} micro-steps"
+    batch = f"{made.global_batch} {made.row}s = {made.micro_batch} x {made.accumulation} micro-steps"
     batch += f" x {ranks} ranks" if ranks > 1 else ""
     train = "not tokenized yet" if made.train_tokens is None else f"{made.train_tokens:,} tokens"
     total = made.tokens_per_step * made.steps if made.steps and made.tokens_per_step else None
@@ -200,7 +200,7 @@ def _facts(made: RunPlan) -> dict[str, str]:
     if made.num_trained < made.num_parameters:
         trained = {"  trained": f"{made.num_trained:,}  ({made.num_trained / made.num_parameters:.2%})"}
     facts = {
-        "model": f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(per_sequence)} tokens per sequence",
+        "model": f"{made.model}, vocabulary {_count(made.vocab_size)}, {_count(per_sequence)} tokens per {made.row}",
         "parameters": f"{made.num_parameters:,}  ({kinds})" if made.parameters else _UNKNOWN,
         **trained,
         "trainer": trainer,

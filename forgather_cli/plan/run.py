@@ -53,7 +53,7 @@ class RunPlan:
     micro_batch: int
     accumulation: int
     global_batch: int
-    """Sequences per optimizer step."""
+    """Rows per optimizer step."""
     tokens_per_step: int | None
     train_tokens: int | None
     """Tokens of the train split, from an existing cache."""
@@ -69,6 +69,8 @@ class RunPlan:
     """Share of its time that a rank of the pipeline waits, 0 to 1; an estimate."""
     sources: list[SourceUse] = field(default_factory=list)
     """Of a mixture, where tokens are cached and ``steps`` is known."""
+    row: str = "sequence"
+    """What one is, which batch sizes count."""
 
     @property
     def num_parameters(self) -> int:
@@ -123,6 +125,7 @@ def make_plan(config: Config) -> RunPlan:
         ranks=[],
         checkpoint_bytes=None,
         sources=sources,
+        row="pair" if config.data.has_pairs and getattr(config.data, "packing", "") == "pad" else "sequence",
     )
     return made if vocab_size is None else _with_model(made, config, vocab_size, num_new, decoder_len)
 

@@ -77,10 +77,11 @@ class ScaledLoss(Loss):
     def __init__(self, loss: Loss, scaler: LossScaler) -> None:
         self._loss, self._scaler = loss, scaler
         self.is_likelihood, self.kernel, self.sums_rows = loss.is_likelihood, loss.kernel, loss.sums_rows
+        self.names, self.extras, self.without_dropout = loss.names, loss.extras, loss.without_dropout
 
     def check(self, model: nn.Module) -> None:
         self._loss.check(model)
 
     def total(self, model: nn.Module, inputs: dict[str, Tensor], labels: Tensor, step_targets: Tensor | None) -> Tensor:
-        self._loss.eval_metrics, self._loss.sums = self.eval_metrics, self.sums
+        self._loss.eval_metrics, self._loss.sums, self._loss.extras = self.eval_metrics, self.sums, self.extras
         return self._scaler.scaled(self._loss.total(model, inputs, labels, step_targets))

@@ -18,7 +18,7 @@ from forgather_cli.config.schema import PostLocalSGD
 from forgather_cli.distributed import World, gather
 from forgather_cli.documents.encoding import Stateful
 from forgather_cli.errors import ConfigError
-from forgather_cli.labels import IGNORED
+from forgather_cli.labels import IGNORED, UNITS
 from forgather_cli.models.init import allocate
 
 Batch = dict[str, Tensor]
@@ -26,14 +26,16 @@ Batch = dict[str, Tensor]
 
 
 def without_targets(batch: Batch) -> Batch:
-    """``batch`` with every label -100, to take part in collectives without a loss; as it is without labels."""
-    return {**batch, "labels": torch.full_like(batch["labels"], IGNORED)} if "labels" in batch else batch
+    """``batch`` with every label -100 and no units, to take part in collectives without a loss; as it is without
+    labels."""
+    none = {key: torch.full_like(batch[key], value) for key, value in ((UNITS, 0), ("labels", IGNORED)) if key in batch}
+    return {**batch, **none} if "labels" in batch else batch
 
 
 def empty_batch(device: torch.device) -> Batch:
     """A batch of two tokens and no target, for a rank that never had one."""
     tokens = torch.zeros((1, 2), dtype=torch.int64, device=device)
-    return without_targets({"input_ids": tokens, "labels": tokens})
+    return without_targets({"input_ids": tokens, "labels": tokens, UNITS: tokens[:, 0]})
 
 
 @dataclass

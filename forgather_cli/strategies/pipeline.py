@@ -21,8 +21,8 @@ from forgather_cli.config.pipeline_layout import Stage, layout_lines, stage_layo
 from forgather_cli.config.schema import FSDP2Settings, PipelineSettings, PrecisionOption
 from forgather_cli.distributed import gather
 from forgather_cli.errors import ConfigError, DataError, ModelError
-from forgather_cli.labels import IGNORED, STARTS, num_targets
-from forgather_cli.loss.base import Loss
+from forgather_cli.labels import FOR_LOSS, IGNORED, STARTS, UNITS, targets_of
+from forgather_cli.loss.base import Loss, batch_total
 from forgather_cli.loss.model_io import inputs_of_generation, model_kwargs, model_logits
 from forgather_cli.models.stages import (
     fresh_models,
@@ -201,8 +201,7 @@ class Pipeline(Strategy):
 
         def run(module: StageModule, inputs: Batch) -> Any:
             if module.stage.has_head:
-                labels = inputs["labels"]
-                return self._loss.total(module.model, model_kwargs(inputs), labels, None), num_targets(labels)
+                return batch_total(self._loss, module.model, inputs), targets_of(inputs)
             return module.passed_on(model_kwargs(inputs))
 
         for part_total, part_count in self._forward(batches, run):
@@ -264,7 +263,7 @@ class Pipeline(Strategy):
 
 def stage_inputs(batch: Batch) -> Batch:
     """``batch`` with masks of one row, or without rows, expanded to (B, T). Raises DataError for what stages lack."""
-    others = sorted(batch.keys() - {"input_ids", "labels", *MASKS})
+    others = sorted(k for k in batch.keys() - {"input_ids", "labels", UNITS, *MASKS} if not k.startswith(FOR_LOSS))
     if others:
         raise DataError(
             f"trainer=pipeline: of a batch stages get {', '.join(MASKS)} and no other tensors, got "
@@ -283,13 +282,15 @@ def labels_of(batch: Batch) -> Tensor:
 
 
 def padded(batch: Batch, multiple: int) -> Batch:
-    """``batch`` with its last row repeated, without targets, until B is a multiple of ``multiple``."""
+    """``batch`` with its last row repeated, without targets and units, until B is a multiple of ``multiple``."""
     rows = len(batch["input_ids"])
     extra = -rows % multiple
     if not extra:
         return batch
-    filled = {key: torch.cat([value, value[-1:].expand(extra, -1)]) for key, value in batch.items()}
+    filled = {key: torch.cat([value, value[-1:].expand(extra, *value.shape[1:])]) for key, value in batch.items()}
     filled["labels"][rows:] = IGNORED
+    if UNITS in filled:
+        filled[UNITS][rows:] = 0
     return filled
 
 

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from forgather_cli.config.pipeline_layout import Stage
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ForgatherError
-from forgather_cli.loss.base import Loss
+from forgather_cli.loss.base import Loss, batch_total
 from forgather_cli.loss.model_io import model_kwargs
 from forgather_cli.models.stages import hidden_states
 from forgather_cli.models.transform import recomputes
@@ -58,10 +58,10 @@ class StageModule(nn.Module):
         """
         if run is not None:
             return run(self, {**batch, "input_ids": x})
-        inputs = {"input_ids": x, **model_kwargs(batch)}
         if self.stage.has_head:
-            return self.loss.total(self.model, inputs, batch["labels"], self.step_targets) / self.step_targets
-        out = self.passed_on(inputs)
+            whole = {**batch, "input_ids": x}
+            return batch_total(self.loss, self.model, whole, self.step_targets) / self.step_targets
+        out = self.passed_on({"input_ids": x, **model_kwargs(batch)})
         # a stage of frozen parameters alone: the schedules want something to go backward from
         return out if out.requires_grad else out.requires_grad_(torch.is_grad_enabled())
 
@@ -127,10 +127,11 @@ class TrainingSchedule:
         for module in self._modules:
             module.step_targets = step_targets
         args = (input_ids,) if self._has_first else ()
-        kwargs: dict[str, Any] = {k: v for k, v in batch.items() if k not in ("input_ids", "labels")}
+        given = batch if self._has_last else model_kwargs(batch)
+        kwargs: dict[str, Any] = {k: v for k, v in given.items() if k != "input_ids"}
         losses: list[Tensor] = []
         if self._has_last:
-            kwargs |= {"labels": labels, "target": labels, "losses": losses}
+            kwargs |= {"target": labels, "losses": losses}
         try:
             self._schedule.step(*args, return_outputs=False, **kwargs)
         except RuntimeError as error:

@@ -295,5 +295,10 @@ def _loader_settings(args: RunSettings, device: torch.device, model: nn.Module) 
         "pin_memory": args.dataloader_pin_memory if args.dataloader_pin_memory is not None else device.type == "cuda",
         "persistent_workers": args.dataloader_persistent_workers,
         "device": device,
-        "document_starts": STARTS in inspect.signature(model.forward).parameters and has_varlen(device),
+        "document_starts": takes_starts(model, device),
     }
+
+
+def takes_starts(model: nn.Module, device: torch.device) -> bool:
+    """Whether batches on the device are to say where documents begin (``with_starts``)."""
+    return STARTS in inspect.signature(model.forward).parameters and has_varlen(device)

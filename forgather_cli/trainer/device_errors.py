@@ -134,4 +134,5 @@ def _helps_training(args: RunSettings) -> list[tuple[bool, str]]:
 
 def _helps_both(args: Any) -> list[tuple[bool, str]]:
     """``args``: a whole Config, or a Python user's arguments, which have no loss option."""
-    return [(not args.loss_applies_head, "loss=linear_cross_entropy"), (args.precision.is_fp32, "precision=bf16")]
+    other_loss = not args.loss_applies_head and not getattr(getattr(args, "data", None), "has_pairs", False)
+    return [(other_loss, "loss=linear_cross_entropy"), (args.precision.is_fp32, "precision=bf16")]

@@ -21,8 +21,8 @@ from forgather_cli.config.schema import DataOption, RunSettings, typed
 from forgather_cli.data.loaders.iterable import is_empty
 from forgather_cli.distributed import all_sum, gather, on_rank_0, world
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.labels import SOURCES, bytes_of, label_shift, take_num_tokens
-from forgather_cli.loss.base import Loss
+from forgather_cli.labels import SOURCES, UNITS, bytes_of, label_shift, num_targets, take_num_tokens
+from forgather_cli.loss.base import Loss, NamedSums
 from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.strategies.base import Batch, Strategy, without_targets
@@ -131,37 +131,42 @@ def evaluate(
     run: TrainingRun | None = None,
     tasks: Tasks | None = None,
     token_bytes: torch.Tensor | None = None,
+    minimised: Loss | None = None,
 ) -> dict[str, float]:
-    """Collective. The mean loss over the targets of a split; ``batches`` are this rank's, ``group`` is a CPU group of
-    all ranks, and ``sync``: see ``in_rounds``. When it fails, the message names ``what`` and what it knows of ``run``.
+    """Collective. The mean loss over the targets (units) of a split; ``batches`` are this rank's, ``group`` is a CPU
+    group of all ranks, and ``sync``: see ``in_rounds``. When it fails, the message names ``what`` and what it knows of
+    ``run``.
 
     ``on_batch`` is called after each batch. The metrics carry ``prefix``: loss, perplexity (exp of loss, inf above the
     float range), tokens (without padding), targets (what the loss counts), runtime (seconds), samples_per_second.
-    Without a target there is no loss. With ``token_bytes`` (``labels.bytes_of``) also bits_per_byte, and with ``tasks``
-    loss and bits per byte of each task (denoiser).
-    ``predictions`` keeps the logits of each batch, which takes a second forward; batches may then lack labels, and do
-    not count in the metrics.
+    Without a target there is no loss, and no perplexity of one that is divided by other units. With ``token_bytes``
+    (``labels.bytes_of``) also bits_per_byte, and with ``tasks`` loss and bits per byte of each task (denoiser).
+    ``minimised``: the strategy's loss, which may have sums of its own. ``predictions`` keeps the logits of each batch,
+    which takes a second forward; batches may then lack labels, and do not count in the metrics.
     """
     start = time.perf_counter()
-    zeros = (torch.zeros((), dtype=torch.float64, device=strategy.device) for _ in range(4))
-    loss_sum, target_sum, token_sum, byte_sum = zeros
-    names = list(getattr(getattr(batches, "dataset", None), "parts_by_source", ()))
-    by_source = torch.zeros((2, len(names)), dtype=torch.float64, device=strategy.device)
+    zeros = (torch.zeros((), dtype=torch.float64, device=strategy.device) for _ in range(5))
+    loss_sum, unit_sum, target_sum, token_sum, byte_sum = zeros
+    names = [f"loss/{name}" for name in getattr(getattr(batches, "dataset", None), "parts_by_source", ())]
+    names += [] if minimised is None else minimised.names
+    by_name = torch.zeros((2, len(names)), dtype=torch.float64, device=strategy.device)
     token_bytes = None if token_bytes is None else token_bytes.to(strategy.device)
-    samples, has_labels = 0, False
+    samples, has_labels, has_units = 0, False, False
     newest: list[Batch] = []
     here = world()
     try:
-        with evaluation_mode(strategy.parts):
+        with evaluation_mode(strategy.parts), adding_to(minimised, NamedSums(names, by_name)):
             for batch, counted in in_rounds(batches, group, sync):
                 newest, (tokens, _), sources = [batch], take_num_tokens(batch), batch.pop(SOURCES, None)
                 has_labels |= "labels" in batch
                 if predictions is None or "labels" in batch:
                     loss, count = strategy.loss(batch)
                     loss_sum += loss
-                    target_sum += count
+                    unit_sum += count
+                    if has_units := UNITS in batch:
+                        target_sum += num_targets(batch["labels"], label_shift(batch))
                     if sources is not None:  # all of one
-                        by_source.index_add_(1, sources[0, :1], torch.stack([loss.double(), count.double()])[:, None])
+                        by_name.index_add_(1, sources[0, :1], torch.stack([loss.double(), count.double()])[:, None])
                     if token_bytes is not None:
                         byte_sum += bytes_of(batch["labels"][:, label_shift(batch) :], token_bytes).sum()
                     if counted:
@@ -173,29 +178,43 @@ def evaluate(
                 on_batch()
         if not has_labels and predictions is not None:
             return {}
-        sums = torch.stack([loss_sum, target_sum, token_sum, byte_sum, torch.full_like(loss_sum, samples)])
-        sums = all_sum(torch.cat([sums, by_source.flatten()]), here.group)
-        total, targets, tokens_seen, num_bytes, samples_seen, *named = sums.tolist()
+        sums = torch.stack([loss_sum, unit_sum, target_sum, token_sum, byte_sum, torch.full_like(loss_sum, samples)])
+        sums = all_sum(torch.cat([sums, by_name.flatten()]), here.group)
+        total, units, targets, tokens_seen, num_bytes, samples_seen, *named = sums.tolist()
     except Exception as error:
         explain_evaluation(error, what, newest, args, strategy, run)
         raise
     copies = here.size // strategy.data_size  # of each batch
     samples_seen, num_bytes = samples_seen / copies, num_bytes / copies
     seconds = time.perf_counter() - start
+    targets = targets / copies if has_units else units
     metrics = {"tokens": int(tokens_seen) // copies, "targets": int(targets), "runtime": seconds}
     metrics["samples_per_second"] = samples_seen / seconds
-    if targets:
-        mean_loss = total / targets
-        perplexity = math.exp(mean_loss) if mean_loss < _LOG_OF_MAX else math.inf
+    if units:
+        mean_loss = total / units
+        perplexity = {} if has_units else {"perplexity": math.exp(mean_loss) if mean_loss < _LOG_OF_MAX else math.inf}
         in_bits = {"bits_per_byte": total / math.log(2) / num_bytes} if num_bytes else {}
         pairs = zip(names, named, named[len(names) :], strict=False)
-        of_sources = {f"loss/{name}": loss / count for name, loss, count in pairs if count}
-        metrics = {"loss": mean_loss, "perplexity": perplexity, **in_bits, **of_sources, **metrics}
+        by_its_name = {name: total / count for name, total, count in pairs if count}
+        metrics = {"loss": mean_loss, **perplexity, **in_bits, **by_its_name, **metrics}
     else:
         log.warning("the %s split has no targets (every label is -100), and so no loss: check its labels", prefix)
     if tasks is not None:
         metrics |= tasks.read(here.group)
     return {f"{prefix}_{name}": value for name, value in metrics.items()}
+
+
+@contextmanager
+def adding_to(loss: Loss | None, sums: NamedSums | None) -> Iterator[None]:
+    """Have a loss add to ``sums`` inside, and to those of the training again afterwards."""
+    before = None if loss is None else loss.sums
+    if loss is not None:
+        loss.sums = sums if loss.names else None
+    try:
+        yield
+    finally:
+        if loss is not None:
+            loss.sums = before
 
 
 def token_bytes_of(tokenizer: Any, loss: Loss | None) -> torch.Tensor | None:

@@ -78,16 +78,16 @@ class TrainMetrics:
         self._loss_sum, self._norm_square_sum = self._shared[-2], self._shared[-1]
         self._sources, self._by_source = sources, Counter[str]()  # tokens
         self._norm_max = torch.zeros((), device=device)
-        self._losses: list[tuple[Tensor, int]] = []  # not in the sums yet, with their targets
+        self._losses: list[tuple[Tensor, int]] = []  # not in the sums yet, with what they are divided by
         self._norms: list[Tensor] = []
-        self._steps = self._targets = self._tokens = self._decoder_tokens = 0
+        self._steps = self._targets = self._units = self._tokens = self._decoder_tokens = 0
         self._num_bytes: int | None = 0  # of the targets; None: not known of this interval
         self._skipped = 0  # of the interval's steps
         self._total_skipped = 0 if may_overflow else None
         self.total_tokens = self.total_samples = 0
         self.total_flops = 0.0
         self._run_loss = 0.0
-        self._run_targets = 0
+        self._run_targets = self._run_units = 0
         self._process_steps = 0
         # of this process's whole work
         self.data_seconds = 0.0
@@ -126,8 +126,9 @@ class TrainMetrics:
         else:
             self._norms.append(norm)
         if not skipped or bool(distributed.all_sum(loss.clone(), self._world.group).isfinite()):
-            self._losses.append((loss, counts.targets))
+            self._losses.append((loss, counts.units))
             self._targets += counts.targets
+            self._units += counts.units
             if self._num_bytes is not None:
                 self._num_bytes += counts.num_bytes
             if len(self._losses) == _TOGETHER:
@@ -151,8 +152,8 @@ class TrainMetrics:
             self._timed_flops += flops
 
     def _add_up(self) -> None:
-        for loss, targets in self._losses:
-            self._loss_sum.add_(loss, alpha=targets)
+        for loss, units in self._losses:
+            self._loss_sum.add_(loss, alpha=units)
         for norm in self._norms:
             self._norm_square_sum.addcmul_(norm, norm)
             torch.maximum(self._norm_max, norm, out=self._norm_max)
@@ -179,6 +180,7 @@ class TrainMetrics:
         *named, loss_sum, norm_square_sum, norm_max = sums.tolist()
         self._run_loss += loss_sum
         self._run_targets += self._targets
+        self._run_units += self._units
         seconds = max(time.perf_counter() - self._mark, 1e-9)
         interval = Interval(
             steps=self._timed_steps,
@@ -190,7 +192,7 @@ class TrainMetrics:
         )
         logs: dict[str, float] = {}  # without what no step of the interval had, since all of them overflowed
         if self._targets or not self._skipped:
-            logs["loss"] = loss_sum / max(self._targets, 1)
+            logs["loss"] = loss_sum / max(self._units, 1)
         if self._num_bytes:
             logs["bits_per_byte"] = loss_sum / math.log(2) / self._num_bytes
         if self._steps > self._skipped or not self._steps:
@@ -213,7 +215,8 @@ class TrainMetrics:
         for kept in (self._shared, self._norm_max):
             kept.zero_()
         self._by_source.clear()
-        self._steps = self._targets = self._tokens = self._decoder_tokens = self._num_bytes = self._skipped = 0
+        self._steps = self._targets = self._units = self._tokens = self._decoder_tokens = 0
+        self._num_bytes = self._skipped = 0
         self.restart_clock()
         return logs, interval
 
@@ -230,8 +233,8 @@ class TrainMetrics:
         return {"step_seconds": max(0.0, total - sum(told.values()) - self.profile_seconds), **told}
 
     def mean_loss(self) -> float:
-        """Target-weighted mean loss of the whole run, up to the last read."""
-        return self._run_loss / max(self._run_targets, 1)
+        """Mean loss over the targets (units) of the whole run, up to the last read."""
+        return self._run_loss / max(self._run_units, 1)
 
     def fold(self) -> None:
         """Collective. Before a save: rank 0, whose state is saved, takes over the other ranks' shares of the loss."""
@@ -251,7 +254,9 @@ class TrainMetrics:
     def state_dict(self) -> dict[str, Any]:
         """Of rank 0 after ``fold``, of all ranks."""
         named = {name: self.named.table[:, place].cpu() for place, name in enumerate(self.named.names)}
+        units, targets = [self._units, self._run_units], [self._targets, self._run_targets]
         return {
+            **({} if units == targets else {"units": units}),
             **({"by_source": dict(self._by_source), "named": named} if self._sources or named else {}),
             "loss_sum": self._loss_sum.cpu(),
             "norm_square_sum": self._norm_square_sum.cpu(),
@@ -282,9 +287,11 @@ class TrainMetrics:
         # checkpoints of 0.1 lack these, those of 0.2 the bytes, which are not known then of an interval that has begun
         more = {"decoder_tokens": 0, "skipped": (0, None), "num_bytes": None if self._steps else 0, **state}
         kinds = {"decoder_tokens": COUNT, "num_bytes": optional(COUNT), "skipped": several(COUNT, optional(COUNT))}
-        check_fields(more, kinds, "metrics")
-        self._decoder_tokens, self._num_bytes = more["decoder_tokens"], more["num_bytes"]
         self.total_tokens, self.total_samples, self.total_flops, self._run_loss, self._run_targets = state["totals"]
+        more = {"units": (self._targets, self._run_targets), **more}
+        check_fields(more, {**kinds, "units": several(COUNT, COUNT)}, "metrics")
+        self._decoder_tokens, self._num_bytes = more["decoder_tokens"], more["num_bytes"]
+        self._units, self._run_units = more["units"]
         self._skipped, total = more["skipped"]
         self._total_skipped = self._total_skipped if total is None else total
 

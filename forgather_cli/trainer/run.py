@@ -121,7 +121,7 @@ _SPLIT_FACTS = ("tokens", "documents", "samples")
 # facts of the data with a place of their own below, or for programs only (identity, and Python's version twice)
 _SHOWN_ELSEWHERE = {
     "type", "tokenizer", "packing", "seq_len", "vocab_size", "row_tokens", "fingerprint", "content", "python",
-    "rules", "formerly", "vocabulary", "fingerprints", "order",
+    "rules", "formerly", "vocabulary", "fingerprints", "order", "reference",
 }  # fmt: skip
 
 

@@ -150,6 +150,10 @@ class Trainer(Loop):
             data_description=data_description or {}, data_files=data_files or {},
             job=job or from_python.ScriptJob(should_stop, on_stop, run_dir if self._files else None),
         )  # fmt: skip
+        if self._settings_loss is not None and (data := self._settings_loss.data) is not None:
+            self.train_dataset, self.eval_dataset = (
+                s if s is None else data(s, None) for s in (train_dataset, eval_dataset)
+            )
         if objects.init_weights is not init_weights:  # made on meta: parameters are empty
             self.load_checkpoint(self.args.resume_from_checkpoint)
 
@@ -249,7 +253,7 @@ class Trainer(Loop):
             metrics = evaluation.evaluate(
                 run.strategy, loader, run.config, what=what, prefix=prefix, group=run.cpu_group, sync=sync, run=run,
                 on_batch=partial(self.emit, "on_prediction_step"), predictions=predictions, tasks=tasks,
-                token_bytes=self._token_bytes,
+                token_bytes=self._token_bytes, minimised=self._loss,
             )  # fmt: skip
         arrays = {} if predictions is None else predictions.gathered(run.cpu_group)
         if self.compute_metrics is not None and arrays.get("labels") is not None:

@@ -234,6 +234,7 @@ class Loop:
         names = [f"loss/{name}" for name in data.names if data.keeps_sources]
         if len(names) < len(data.names) and run.world.rank == 0:
             log.info("loss/NAME is not logged: this loss, or this trainer, gives one sum of all sources")
+        names += () if self._loss is None else self._loss.names
         run.metrics = TrainMetrics(
             strategy.device, run.world, config.speed_metrics_start_step, Flops.of(strategy.parts, run.cpu_group),
             norms_differ=run.ranks_differ, may_overflow=run.scaler is not None, sources=data.names, names=names,
@@ -251,9 +252,17 @@ class Loop:
         self.checkpoints.note_data(starts=True)
         can_evaluate = self._hooks.prepare_evaluation()
         state.num_train_epochs = config.num_train_epochs
+        if self._settings_loss is not None and self._settings_loss.before_training is not None:
+            self._settings_loss.before_training(self, reader)
         self._step_end = StepEnd(run, self.checkpoints, self._recovery, self._hooks, can_evaluate=can_evaluate)
+        without_dropout = self._loss is not None and self._loss.without_dropout
+        if without_dropout and run.world.rank == 0:
+            log.info(
+                "loss=%s: nothing is dropped, whatever the dropout settings say",
+                getattr(config.loss, "type", config.loss),
+            )
         for part in strategy.parts:
-            part.train()
+            part.train(not without_dropout)
 
     def _train_epoch(self) -> None:
         """Steps until the data or the epoch ends, or training does; then the work that is due once per epoch."""
@@ -299,10 +308,12 @@ class Loop:
         scaler = run.scaler
         self.emit("on_step_begin")
         seed_step(run.seed, run.state.global_step, run.seed_rank, strategy.device)
-        step_targets = torch.full((), max(counts.targets, 1), dtype=torch.float32, device=strategy.device)
+        step_targets = torch.full((), max(counts.units, 1), dtype=torch.float32, device=strategy.device)
         any_handler = any(map(self.callbacks.handlers.get, MicrobatchEvents.EVENTS))
         batches = MicrobatchEvents(data.microbatches, self.emit) if any_handler else data.microbatches
         loss = strategy.forward_backward(batches, step_targets)
+        if self._settings_loss is not None and self._settings_loss.before_update is not None:
+            self._settings_loss.before_update(run)
 
         if config.fuse_optim_with_backward:
             norm: Tensor = run.optimizer.grad_norm(strategy.model_group, strategy.duplicates)

@@ -54,7 +54,7 @@ TYPED_WRONG = {
     "trainer=5": "trainer=5: no such option; Options: ddp, fsdp2, pipeline, single",
     "loss=null": "loss=null: no such option; Options: auto, cross_entropy, ",
     "n_microbatches=8": "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected",
-    "files=[x]": "files: only data=text|tokens|instruct|ul2|seq2seq has this setting, but data=python_stdlib is",
+    "files=[x]": "files: only data=text|tokens|instruct|ul2|seq2seq|preference has this setting, but data=python",
     "beta2_decay=-1": "beta2_decay: only optimizer=adafactor has this setting, but optimizer=muon is selected",
     "trainer.type=ddp": "trainer.type: follows from the option; choose one with trainer=...",
     "recipe=x": "recipe: is named by the first word",
@@ -524,7 +524,7 @@ CONTRADICTIONS = {
         "shuffle_buffer: nothing reads it with streaming=false\n"
         "eval_files: go with data_files"
     ),
-    "data=instruct": "files: data=instruct reads chat files, or a dataset",
+    "data=instruct": "files: data=instruct reads files, or a dataset",
     "data=instruct files=[a.jsonl] dataset=x": "dataset: nothing reads it with files=[a.jsonl]; leave files out",
     "data=instruct dataset=x streaming=true eval_files=[a.json]": (
         "eval_files: go with files or data_files\npacking: best_fit"

@@ -95,7 +95,7 @@ class Focal(_Base):
     """
 
     type: Literal["focal"] = "focal"
-    gamma: Annotated[PositiveInt, only_if("loss.z_loss", 0.0)]
+    focus: Annotated[PositiveInt, only_if("loss.z_loss", 0.0)]
     # the one comment that is
     # so long that it has two lines above its field, and two lines in the file behind the value of the setting as well
     part: Part = field(default_factory=Part)
@@ -108,7 +108,7 @@ FOCAL = """\
 # It has two paragraphs. The second, whose words go on so far that the first line of it is longer than a line of the
 # file may be.
 type: focal
-gamma: ???
+focus: ???
 part:                     # the one comment that is so long that it has two lines above its field, and two lines in the
                           # file behind the value of the setting as well
   share: 1.0e-5           # of the whole
@@ -126,9 +126,9 @@ def test_an_option_is_written_from_its_class_alone() -> None:
 
 
 def test_the_order_is_that_of_the_file_where_a_new_field_comes_behind_the_one_before_it() -> None:
-    text = SCRIPT["option_text"](Focal, "loss.", "# Old.\nof_all: []\ntype: focal\ngamma: 1\nfilled: 3\ngone: 4\n")
+    text = SCRIPT["option_text"](Focal, "loss.", "# Old.\nof_all: []\ntype: focal\nfocus: 1\nfilled: 3\ngone: 4\n")
     assert [line.partition(":")[0] for line in text.splitlines() if line[0] not in "# "] == [
-        "of_all", "type", "gamma", "part", "filled", "name", "z_loss",
+        "of_all", "type", "focus", "part", "filled", "name", "z_loss",
     ]  # fmt: skip
 
 

@@ -24,13 +24,15 @@ PATH, TEXTS = "model.path=/nowhere", ["data=text", "data.files=[a]"]
 BASE = ["model=pretrained", PATH]
 NEEDS = {
     **{name: [PATH] for name in ("finetune", "qat", "finetune_mix")},
-    **{name: [PATH, "data.files=[a]"] for name in ("chat_finetune", "lora_finetune", "qlora_finetune")},
+    **{name: [PATH, "data.files=[a]"] for name in ("chat_finetune", "lora_finetune", "qlora_finetune", "dpo")},
     "pretrain_1b_accelerate": ["accelerate_config=fsdp.yaml"],
 }
 MANDATORY = {
     **dict.fromkeys(("adapter=lora", "adapter=dora", "adapter=qlora"), BASE),
     **{name: [PATH] for name in ("model=pretrained", "model=transformers")},
     **{name: ["files=[a]"] for name in ("data=text", "data=tokens", "data=instruct")},
+    "data=preference": ["files=[a]", "loss=dpo"],
+    "loss=dpo": ["data=preference", "files=[a]"],
     "data=hf": ["dataset=a"],
     "data=mixture": ["+data.sources.a={type: text, files: [a]}"],
     "data=ul2": ["model=qwen3_encdec"],

@@ -32,6 +32,7 @@ ROWS: dict[str, list[str]] = {
     "hf": ["data.data_files=[pages.jsonl]", "seq_len=32"],
     "tokens": ["data.files=[tokens.npy]", "seq_len=16"],
     "instruct": ["data.files=[chats.jsonl]", "data.chat_template=chatml", "seq_len=128"],
+    "preference": ["data.files=[preferred.jsonl]", "data.chat_template=chatml", "seq_len=128", "loss=dpo"],
     "synthetic": ["seq_len=16", "num_samples=64"],
     "mixture": ["data.sources={a: {type: text, files: [pages.jsonl]}, b: {type: tokens, files: [tokens.npy]}}",
                 "+data.sources.c={type: instruct, files: [chats.jsonl], packing: pad}", "data.chat_template=chatml",
@@ -48,6 +49,8 @@ def _files(tmp_path: Path) -> None:
     write_chats(tmp_path / "chats.jsonl", 40)
     write_lines(tmp_path / "pages.jsonl", [{"text": f"A page, number {n}. " * (1 + n % 4)} for n in range(60)])
     write_lines(tmp_path / "pairs.jsonl", [{"input": f"question {n}", "target": f"answer {n}"} for n in range(40)])
+    pairs = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No."} for n in range(40)]
+    write_lines(tmp_path / "preferred.jsonl", pairs)
     np.save(tmp_path / "tokens.npy", np.arange(4000, dtype=np.uint16) % 11)
 
 

@@ -68,6 +68,8 @@ class DataSettings(Option):
     where only the user knows."""
     is_chats: ClassVar[bool] = False
     """Whether its documents are chats, trained on in part; it then has the fields of ``InstructSettings``."""
+    has_pairs: ClassVar[bool] = False
+    """Whether its rows hold pairs of a chosen and a rejected side, for ``loss=dpo``, each as long as ``seq_len``."""
     add_tokens = cast(Literal["auto"] | bool, False)
     """Whether it gives its tokenizer tokens that the model is to learn."""
     template_date = cast(str | None, "")
@@ -77,6 +79,11 @@ class DataSettings(Option):
     def seq_len(self) -> int:
         """The longest sample in tokens; of examples of two sides the longer one."""
         raise NotImplementedError
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row of one stack."""
+        return self.seq_len * (2 if self.has_pairs else 1)
 
     @property
     def is_stream(self) -> bool:
@@ -261,6 +268,7 @@ class InstructSettings(DatasetSettings):
 
     maker: ClassVar[str] = "forgather_cli.data.sources:ChatSource"
     is_chats: ClassVar[bool] = True
+    noun: ClassVar[str] = "conversation"
 
     type: Literal["instruct"] = "instruct"
     # list of paths and globs, plain or compressed (gz, bz2, xz, zst); or a dataset:
@@ -287,7 +295,7 @@ class InstructSettings(DatasetSettings):
     def problems(self, config: Any) -> Iterator[str]:
         if not self.files and self.dataset is None and not self.data_files:
             yield (
-                "files: data=instruct reads chat files, or a dataset of the datasets library, got none; set "
+                f"files: data={self.type} reads files, or a dataset of the datasets library, got none; set "
                 "data.files=[chats.jsonl], data.dataset=user/name or data.data_files=[chats/*.jsonl]"
             )
         if self.eval_files and not (self.files or self.data_files):
@@ -330,6 +338,7 @@ class DataTarget(Target):
     is_stream: ClassVar[bool] = True
     is_chats: ClassVar[bool] = False
     is_paired: ClassVar[bool | None] = None
+    has_pairs: ClassVar[bool] = False
     cache_dir: ClassVar[str | None] = None
     add_tokens: ClassVar[bool] = False
     template_date: ClassVar[str] = ""

@@ -16,19 +16,18 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.chat.template import as_text
 from forgather_cli.data.text.hf import without_added
-from forgather_cli.data.text.read import BadRow, Damage, FilePart, Record, kind_of, read_records, sound_rows
+from forgather_cli.data.text.read import BadRow, Damage, FilePart, Record, sound_rows
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.errors import DataError
 
 _T = TypeVar("_T")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
-_CALLED = {
+CALLED = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bard": "assistant", "bing": "assistant",
     "model": "assistant", "ai": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
@@ -65,24 +64,17 @@ class Conversation:
     """Learned whole, in the place of messages."""
 
 
-def read_conversations(
-    path: Path, option: InstructSettings, use: Callable[[Conversation], _T], damage: Damage
-) -> Iterator[_T]:
-    """``conversations_in`` a file, plain or compressed. Raises DataError."""
-    is_table = kind_of(path) == ".parquet"
-    return conversations_in(read_records(path, damage), str(path), option, use, damage, is_table=is_table)
-
-
 def conversations_in(
     records: Iterable[Record | BadRow],
     name: str,
     option: InstructSettings,
-    use: Callable[[Conversation], _T],
+    use: Callable[[Any], _T],
     damage: Damage,
     *,
     is_table: bool,
+    read: Callable[[Record, InstructSettings, bool], Any],
 ) -> Iterator[_T]:
-    """What ``use`` makes of the conversations in ``records``, in order. ``name`` says in messages where they are from.
+    """What ``use`` makes of what is ``read`` of ``records``, in order. ``name`` says in messages where they are from.
 
     Records that are none, and those at which ``use`` raises DataError, are left out and noted in ``damage``
     (``on_bad_row=skip``), or raise one DataError that names them all. ``is_table``: the rows of a table, whose type
@@ -95,7 +87,7 @@ def conversations_in(
                 yield record
                 continue
             try:
-                used = use(_conversation(record, option, is_table))
+                used = use(read(record, option, is_table))
             except DataError as error:
                 yield BadRow(record.line, str(error))
             else:
@@ -104,18 +96,24 @@ def conversations_in(
     return sound_rows(name, rows, damage, skip_bad=option.on_bad_row == "skip")
 
 
-def _conversation(record: Record, option: InstructSettings, is_table: bool) -> Conversation:
-    """Raises DataError with what is wrong with the record."""
+Turns = Callable[[Row, InstructSettings, set[str], Row], tuple[list[Any] | str, int]]
+"""Of (a record under the names that are read, the option, the record as it was typed): its messages as they lie there,
+or a text that stands alone, and how many of them are a prompt that is not learned. Adds to the set of keys, behind the
+option, where they were found."""
+
+
+def conversation_of(
+    record: Record, option: InstructSettings, is_table: bool, turns_of: Turns | None = None
+) -> Conversation:
+    """``turns_of``: None: by the layouts of data=instruct. Raises DataError with what is wrong with the record."""
     row: Row = record.value
     sources: dict[str, list[str]] = {}
     if option.mapping or option.ignore:
         row, sources = _named(row, option)
     read: set[str] = set()
-    turns, num_prompt = _turns(row, option, read, record.value)
-    if turns is None:
-        return Conversation(
-            [], None, record.line, record.num_bytes, record.value, _keys(read, sources), text=row["text"]
-        )
+    turns, num_prompt = (turns_of or _turns)(row, option, read, record.value)
+    if isinstance(turns, str):
+        return Conversation([], None, record.line, record.num_bytes, record.value, _keys(read, sources), text=turns)
     system, first = row.get("system"), turns[0] if turns else None
     begins_with_system = isinstance(first, Mapping) and first.get("role", first.get("from")) == "system"
     if isinstance(system, str) and system and not begins_with_system:
@@ -159,9 +157,8 @@ def _keys(read: set[str], sources: Mapping[str, list[str]]) -> set[str]:
     return {key for name in read for key in sources.get(name, (name,))} if sources else read
 
 
-def _turns(row: Row, option: InstructSettings, read: set[str], record: Row) -> tuple[list[Any] | None, int]:
-    """The messages as they lie there, None where there is only a text, and how many of them are a prompt that is not
-    learned. Adds to ``read`` where they were found. ``record``: the row as it was typed."""
+def _turns(row: Row, option: InstructSettings, read: set[str], record: Row) -> tuple[list[Any] | str, int]:
+    """``Turns`` of the layouts that the head of this file shows."""
     named = option.mapping.values()
     lists: Iterable[str] = (option.messages_key,) if option.messages_key else _LISTS
     pairs: Iterable[tuple[str, str]] = () if option.messages_key else _PAIRS
@@ -181,17 +178,17 @@ def _turns(row: Row, option: InstructSettings, read: set[str], record: Row) -> t
     for question, answer in pairs:
         if row.get(question) is not None and row.get(answer) is not None:
             read |= {question, answer}
-            before, after = _side(row, question, "user", read), _side(row, answer, "assistant", read)
+            before, after = side_of(row, question, "user", read), side_of(row, answer, "assistant", read)
             return before + after, len(before) if isinstance(row[question], list) else 0
     if isinstance(row.get("text"), str) and not (option.messages_key or has_user or has_assistant):
         read.add("text")
-        return None, 0
+        return row["text"], 0
     keys = ", ".join(map(str, record)) or "none"
     wanted = repr(option.messages_key) if option.messages_key else "messages, conversations, prompt and completion"
     raise DataError(f"no {wanted} (its keys: {keys}); set data.messages_key or data.mapping")
 
 
-def _side(row: Row, key: str, role: str, read: set[str]) -> list[Any]:
+def side_of(row: Row, key: str, role: str, read: set[str]) -> list[Any]:
     """One side of a pair as messages. Below an instruction stand Alpaca's ``input`` and Dolly's ``context``; before a
     question stands Alpaca's ``history``; an answer has its reasoning."""
     value = row[key]
@@ -231,7 +228,7 @@ def _message(number: int, turn: Any, is_table: bool) -> dict[str, Any]:
     content = rest.pop("value", None) if content is None else content
     if not isinstance(role, str):
         raise DataError(f"{what} has no role (its keys: {', '.join(map(str, turn))})")
-    role = _CALLED.get(role, role)
+    role = CALLED.get(role, role)
     if role == "function_call" and isinstance(content, str):  # ShareGPT's turn that is a call, or a list of them
         called = _opened_all(content if content.lstrip().startswith("[") else f"[{content}]", f"the call in {what}")
         calls = [{"type": "function", "function": call} for call in called]

@@ -12,19 +12,19 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
 from forgather_cli.data.cache import Cache, Meta, Meter, Progress, digest
-from forgather_cli.data.chat.conversations import READ, Conversation, conversations_in, read_conversations
+from forgather_cli.data.chat.conversations import READ, Conversation, conversation_of, conversations_in
 from forgather_cli.data.chat.keys import Keys, check_keys
 from forgather_cli.data.chat.markers import markers_of
 from forgather_cli.data.chat.marks import MARKS, unlearned_turns
@@ -32,7 +32,7 @@ from forgather_cli.data.chat.template import CHATML, ChatTemplate, Joined
 from forgather_cli.data.packing import PackingTable
 from forgather_cli.data.text.corpus import content_hash, find_records, with_splits
 from forgather_cli.data.text.hf import Rows, content_of_rows, origin_of, rows_of
-from forgather_cli.data.text.read import Damage, SourceFile, chunks, encodable
+from forgather_cli.data.text.read import BadRow, Damage, Record, SourceFile, chunks, encodable, kind_of, read_records
 from forgather_cli.data.text.tokenizer import (
     END,
     Marked,
@@ -97,7 +97,7 @@ class Chats:
     def texts(self) -> Iterator[str]:
         """What a tokenizer learns from: the text of training between the markers that are its tokens."""
         known = "|".join(re.escape(each) for each in markers_of(self.template) if each not in self.unknown)
-        for each in _rendered(self, Keys(self.option, self.template), Damage()):
+        for each in _rendered(self, Keys(self.option, self.template), Damage(), CONVERSATIONS):
             if each.split == "train":
                 yield from re.split(known, each.text) if known else [each.text]
 
@@ -197,13 +197,19 @@ class Rendered:
     split: Split = "train"
 
 
-def render(chats: Chats, keys: Keys, conversation: Conversation) -> Rendered:
+def noted(chats: Chats, keys: Keys, conversation: Conversation) -> Rendered:
+    """A record that is one conversation. Raises DataError where it cannot be trained on."""
+    made = render(chats, conversation)
+    keys.note((conversation, made.text))
+    return made
+
+
+def render(chats: Chats, conversation: Conversation) -> Rendered:
     """Raises DataError for a conversation that cannot be trained on."""
     if conversation.text is not None:
         text = encodable(conversation.text)
         if not text:
             raise DataError("'text' is empty")
-        keys.note(conversation, text)
         return Rendered(text, text, [(0, len(text))], conversation.num_bytes, conversation.line, is_document=True)
     messages, tools, train_on = conversation.messages, conversation.tools, chats.option.train_on
     unlearned = conversation.unlearned
@@ -215,7 +221,6 @@ def render(chats: Chats, keys: Keys, conversation: Conversation) -> Rendered:
         text, spans = chats.template.render_spans(messages, tools=tools, train_on=train_on, unlearned=unlearned)
     except DataError as error:
         raise DataError(f"{error}; set data.chat_template") from error
-    keys.note(conversation, text)
     key = json.dumps([messages, tools], sort_keys=True, default=str)
     is_new = '"arguments": ""' in key or '"parameters": ""' in key
     for message in messages:
@@ -226,18 +231,30 @@ def render(chats: Chats, keys: Keys, conversation: Conversation) -> Rendered:
     return Rendered(key, encodable(text), spans, conversation.num_bytes, conversation.line, rules=rules)
 
 
-def _rendered(chats: Chats, keys: Keys, damage: Damage) -> Iterator[Rendered]:
+class RecordKind(NamedTuple):
+    """What records of chats are made to."""
+
+    read: Callable[[Record, InstructSettings, bool], Any]
+    """``conversations_in`` calls it."""
+    render: Callable[[Chats, Keys, Any], Any]
+    """What it has read as text, with what a ``Rendered`` has for files and splits."""
+    encode: Callable[[Sequence[Any], Tokenizer], Iterator[tuple[Rendered, Marked]]]
+    """The documents of many."""
+
+
+def _rendered(chats: Chats, keys: Keys, damage: Damage, kind: RecordKind) -> Iterator[Any]:
     """All conversations, each with its split."""
 
-    def read(files: tuple[Source, ...], first: int) -> Iterator[Rendered]:
-        option, use = chats.option, partial(render, chats, keys)
+    def read(files: tuple[Source, ...], first: int) -> Iterator[Any]:
+        use = partial(kind.render, chats, keys)
         for number, source in enumerate(files, first):
+            records: Iterable[Record | BadRow]
             if isinstance(source, SourceFile):
-                conversations = read_conversations(source.path, option, use, damage)
-            else:
-                # their types have put nulls where a row has nothing, and these are gone
-                conversations = conversations_in(source.records(), source.name, option, use, damage, is_table=False)
-            for each in conversations:
+                records, is_table = read_records(source.path, damage), kind_of(source.path) == ".parquet"
+            else:  # the library's types have put nulls where a row has nothing, and these are gone
+                records, is_table = source.records(), False
+            more: dict[str, Any] = {"is_table": is_table, "read": kind.read}
+            for each in conversations_in(records, _name(source), chats.option, use, damage, **more):
                 each.file = number
                 yield each
 
@@ -248,7 +265,7 @@ def _rendered(chats: Chats, keys: Keys, damage: Damage) -> Iterator[Rendered]:
 # ------------------------------------------------------------------------------------------------------------- tokens
 
 
-def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
+def tokenize_chats(chats: Chats, cache: Cache, kind: RecordKind | None = None) -> Tokenized:
     """The tokens of chat data, from the cache or made now. Raises DataError, with file and line, for bad records, and
     for keys of records that carry meaning and that nothing reads."""
     option, template = chats.option, chats.template
@@ -257,13 +274,14 @@ def tokenize_chats(chats: Chats, cache: Cache) -> Tokenized:
     old_rules += ["skip"] if option.on_bad_row == "skip" else []
     # keys of the records that nothing reads are in the meta data
     rules = [*old_rules, list(option.mapping.items()), chats.ignored, *chats.dated.values()]
+    rules += [option.noun] if kind else []
     others = [chats.tokenizer.fingerprint, [template.source, template.special_tokens]]
 
     before = digest([content, [1, *old_rules], *others])  # the key that versions before 0.3 have given them
     second, key = (digest([content, [number, *rules], *others]) for number in (RULES - 1, RULES))
 
     def write(temporary: Path) -> Meta:
-        made = _write(temporary, chats, cache.progress)
+        made = _write(temporary, chats, cache.progress, kind or CONVERSATIONS)
         same = _says_same(cache, before, temporary) or made["as_before"]
         return made | {"content": content, "formerly": before if same else None}
 
@@ -300,18 +318,18 @@ def _says_same(cache: Cache, key: str, made: Path) -> bool:
     return same
 
 
-def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
-    tokenizer, dtype = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size)
+def _write(directory: Path, chats: Chats, progress: Progress | None, kind: RecordKind) -> Meta:
+    tokenizer, dtype, noun = chats.tokenizer, dtype_of(chats.tokenizer.vocab_size), chats.option.noun
     changed = chats.option.mapping or (_BEFORE | {"tools"}).intersection(chats.option.ignore)
     rules, damage, unknown, keys = 1, Damage(), set(), Keys(chats.option, chats.template)
     meter = Meter(progress, sum(map(_num_bytes, chats.all_files)))
     with contextlib.ExitStack() as files:
         writers = {split: TargetsWriter(directory / split, dtype, files) for split in SPLITS}
-        for chunk in chunks(_rendered(chats, keys, damage), meter.add):
+        for chunk in chunks(_rendered(chats, keys, damage, kind), meter.add):
             texts = [each.text for each in chunk]
             rules = max(rules, *(each.rules for each in chunk))
             unknown.update(unknown_markers(chats, texts))
-            for each, (ids, inside) in zip(chunk, encoded(chunk, tokenizer), strict=True):
+            for each, (ids, inside) in kind.encode(chunk, tokenizer):
                 writers[each.split].add(ids, inside, (each.file, each.line))
     meter.end()
     if not writers["train"].lengths:
@@ -319,8 +337,8 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
             raise DataError(f"data.eval_fraction: {chats.eval_fraction} leaves nothing to train on; lower it")
         names = ", ".join(map(_name, chats.files[:3]))
         if not chats.option.files:
-            raise DataError(f"data.train_split: no conversation in {names}; it is empty")
-        raise DataError(f"data.files: no conversation in {len(chats.files)} files ({names}); they are empty")
+            raise DataError(f"data.train_split: no {noun} in {names}; it is empty")
+        raise DataError(f"data.files: no {noun} in {len(chats.files)} files ({names}); they are empty")
     for line in damage.lines().values():
         _log.warning("%s", line)
     return {
@@ -337,20 +355,25 @@ def _write(directory: Path, chats: Chats, progress: Progress | None) -> Meta:
     }
 
 
-def encoded(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[Marked]:
-    """Of each conversation its tokens, and which of them are targets."""
+def encoded(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[Rendered, Marked]]:
+    """Each conversation, its tokens, and which of them are targets."""
     found = tokenizer.encode_marked([each.text for each in chunk], [each.spans for each in chunk])
     for each, (ids, inside) in zip(chunk, found, strict=True):
-        yield _around(ids, tokenizer) if each.is_document else (ids, inside)
+        context = int(np.append(inside, True).argmax()) if each.is_document and each.spans[0][0] else 0
+        yield each, _around(ids, context, tokenizer) if each.is_document else (ids, inside)
 
 
-def _around(ids: NDArray[Any], tokenizer: Tokenizer) -> Marked:
+def _around(ids: NDArray[Any], context: int, tokenizer: Tokenizer) -> Marked:
     """A document with the tokens around it, those that it spells itself once, and of each token whether it is a
-    target: all but a begin token."""
+    target: all but a begin token, and ``context`` tokens of the document."""
     prefix, behind = around_documents(tokenizer)
     behind = () if tuple(ids[len(ids) - len(behind) :].tolist()) == behind else behind
-    whole = np.concatenate([np.array(unspelled(prefix, ids), np.uint32), ids, np.array(behind, np.uint32)])
-    return whole, np.arange(len(whole)) >= len(prefix)
+    before = unspelled(prefix, ids)
+    whole = np.concatenate([np.array(before, np.uint32), ids, np.array(behind, np.uint32)])
+    return whole, np.arange(len(whole)) >= max(len(prefix), len(before) + context)
+
+
+CONVERSATIONS = RecordKind(conversation_of, noted, encoded)
 
 
 # ------------------------------------------------------------------------------------------------------------- samples
@@ -416,12 +439,13 @@ def describe_chats(option: InstructSettings, meta: Meta, tables: dict[Split, Pac
     what = {
         "cut": "longer, cut (data.too_long=cut)",
         "dropped": "longer, left out (data.too_long=drop)",
-        "empty": "without a target in it, left out",
+        "empty": f"without a target in it{' or without a prompt' if option.has_pairs else ''}, left out",
     }
+    each_has = 2 if option.has_pairs else 1  # documents
     for name, table in tables.items():
-        found = [f"{table.counts[each]:,} {how}" for each, how in what.items() if table.counts.get(each)]
+        found = [f"{table.counts[each] // each_has:,} {how}" for each, how in what.items() if table.counts.get(each)]
         if found:
-            left_out.append(f"of {meta[name]['documents']:,} {name} conversations {', '.join(found)}")
+            left_out.append(f"of {meta[name]['documents'] // each_has:,} {name} {option.noun}s {', '.join(found)}")
     tokens, targets = meta["train"]["tokens"], meta["train"]["targets"]
     said = {"targets": f"{targets:,} of {tokens:,} training tokens ({option.train_on})"}
     description: dict[str, str] = said | meta.get("dated", {})

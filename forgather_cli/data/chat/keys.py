@@ -65,16 +65,18 @@ class Keys:
         self._others: dict[str, None] = {}
         self._mapped: set[str] = set()
 
-    def note(self, conversation: Conversation, text: str) -> None:
-        """``text``: what the conversation is to the model."""
+    def note(self, *found: tuple[Conversation, str]) -> None:
+        """The conversations of a record, each with what it is to the model."""
         self._num_rows += 1
-        self._note_turns(conversation)
-        record, read = conversation.record, conversation.read
+        lost = {name: counts for conversation, _ in found for name, counts in self._lost(conversation)}
+        for name, counts in lost.items():
+            counts[name] += 1
+        record, read = found[0][0].record, found[0][0].read
         if self._mapping:
             self._mapped |= record.keys() & self._mapping.keys()
         if len(read) == len(record) and not self._not_shown:
             return
-        seen = _Seen(conversation, text)
+        seen = [_Seen(conversation, text) for conversation, text in found]
         for key, value in record.items():
             if key in read and key not in self._not_shown:
                 continue
@@ -82,16 +84,20 @@ class Keys:
             if by_name is None and key in self._others:
                 continue
             leaves = list(_leaves(value))
-            if by_name and not all(seen.has(leaf, by_name=True) for leaf in leaves):
+            left = [leaf for leaf in leaves if not any(each.has(leaf, by_name=bool(by_name)) for each in seen)]
+            if by_name and left:
                 self._by_name[key] += 1
-            elif by_name is False and any(not seen.has(leaf) and _is_text(leaf) for leaf in leaves):
+            elif by_name is False and any(map(_is_text, left)):
                 self._by_text[key] += 1
             elif leaves:
                 self._others[key] = None
 
-    def _note_turns(self, conversation: Conversation) -> None:
-        """Keys of messages that the template does not write, and roles. In the place of each text and number stands a
-        number that is nowhere else, since the words may be written elsewhere too, and look otherwise in JSON."""
+    def _lost(self, conversation: Conversation) -> Iterator[tuple[str, Counter[str]]]:
+        """Keys of messages that the template does not write, and roles, each with where it counts.
+
+        In the place of each text and number stands a number that is nowhere else, since the words may be written
+        elsewhere too, and look otherwise in JSON.
+        """
         marked, marks, columns = list[Message](conversation.messages), list[str](), conversation.record.values()
         places: dict[tuple[str, int], slice] = {}
         for i, message in enumerate(conversation.messages):
@@ -115,7 +121,7 @@ class Keys:
                 with suppress(DataError):  # it may be written where the conversation ends with it
                     if name in self._earlier or not lost([(name, i)], i + 1):
                         counts = self._earlier
-                counts[name] += 1
+                yield name, counts
 
     def found(self) -> dict[str, Any]:
         """For the cache's meta data: of each key that carries meaning its rows, and the other keys."""

@@ -13,14 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from forgather_cli.config.schema import InstructSettings
-from forgather_cli.data.chat.conversations import conversations_in
+from forgather_cli.data.chat.conversations import conversation_of, conversations_in
 from forgather_cli.data.chat.instruct import (
     RULES,
     Chats,
     Rendered,
     encoded,
     find_tokenizer,
-    render,
+    noted,
     tell_markers,
     unknown_markers,
 )
@@ -71,11 +71,12 @@ class ChatDocuments:
 
     def _rendered(self, rows: Iterator[dict[str, Any]], keys: Keys) -> Iterator[Rendered]:
         option, _, features = self._given
-        use, damage = partial(render, self.chats, keys), Damage()
+        use, damage = partial(noted, self.chats, keys), Damage()
         for number, row in enumerate(rows, 1):
             # one by one, since a stream is not read to its end to find all that are bad
             record = Record(number, without_added(row, features), 0)
-            yield from conversations_in([record], _NAME, option, use, damage, is_table=False)
+            kind: dict[str, Any] = {"is_table": False, "read": conversation_of}
+            yield from conversations_in([record], _NAME, option, use, damage, **kind)
             if damage.skipped:
                 self._note("skipped", f"no conversation, left out ({damage.skipped.pop()})")
 
@@ -91,7 +92,7 @@ class ChatDocuments:
         option = self.chats.option
         kept: list[NDArray[Any]] = []
         targets: list[NDArray[Any]] = []
-        for ids, inside in encoded(documents, self.chats.tokenizer):
+        for _, (ids, inside) in encoded(documents, self.chats.tokenizer):
             inside[:1] = False  # nothing predicts the first token
             if len(ids) > option.seq_len:
                 how = "cut (data.too_long=cut)" if option.too_long == "cut" else "left out (data.too_long=drop)"

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from forgather_cli.errors import DataError
-from forgather_cli.labels import IGNORED, bytes_of, label_shift, take_num_tokens
+from forgather_cli.labels import IGNORED, UNITS, bytes_of, label_shift, take_num_tokens
 
 Batch = dict[str, Tensor]
 """``input_ids`` and ``labels`` (B, T) int64, labels aligned with them, -100 = no target, and what else there is."""
@@ -46,6 +46,8 @@ class Counts(NamedTuple):
     decoder_positions: int = 0
     num_bytes: int = 0
     """Of text that the targets stand for; 0 where nobody can tell."""
+    units: int = 0
+    """What the loss is divided by: the targets, or what batches say (``labels.UNITS``)."""
     by_source: Sequence[int] = ()
     """Tokens of each source of a mixture."""
 
@@ -54,7 +56,7 @@ class Counts(NamedTuple):
         """Of one rank's share, which is left without ``labels.LENGTHS``. Raises DataError for a batch without usable
         labels. ``token_bytes``: see ``labels.bytes_of``.
         """
-        targets = tokens = squares = samples = decoder_tokens = positions = decoder_positions = num_bytes = 0
+        targets = tokens = squares = samples = decoder_tokens = positions = decoder_positions = num_bytes = units = 0
         for batch in microbatches:
             labels = batch.get("labels")
             if labels is None:
@@ -66,7 +68,9 @@ class Counts(NamedTuple):
                 check_labels(batch, "train_dataset")
             # torch: numpy's code is cold here, after a step's kernels, and takes longer, up to 100,000 labels
             wanted = labels[:, label_shift(batch) :]
-            targets += int((wanted != IGNORED).sum())
+            counted = int((wanted != IGNORED).sum())
+            targets += counted
+            units += int(batch[UNITS].sum()) if UNITS in batch else counted
             if token_bytes is not None:
                 num_bytes += int(bytes_of(wanted, token_bytes).sum())
             both, decoder = take_num_tokens(batch)
@@ -79,7 +83,7 @@ class Counts(NamedTuple):
             samples += rows
             positions += rows * (length + decoded)
             decoder_positions += rows * decoded
-        return cls(targets, tokens, squares, samples, decoder_tokens, positions, decoder_positions, num_bytes)
+        return cls(targets, tokens, squares, samples, decoder_tokens, positions, decoder_positions, num_bytes, units)
 
 
 @dataclass(frozen=True)

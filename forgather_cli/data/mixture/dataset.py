@@ -67,6 +67,21 @@ class JoinedDataset:
         batch = {key: torch.cat([part[key] for part in parts])[places] for key in self._like}
         return {**batch, SOURCES: torch.tensor([owners, indices]).T}
 
+    @property
+    def num_pairs(self) -> int:
+        """Of sources that all have pairs, as ``max_pairs`` and ``row_pairs``."""
+        return sum(source.num_pairs for source in self._sources)
+
+    @property
+    def max_pairs(self) -> int:
+        return int(max(source.max_pairs for source in self._sources))
+
+    def row_pairs(self, row: int) -> range:
+        owner = bisect_right(self.firsts, row) - 1
+        before = sum(source.num_pairs for source in self._sources[:owner])
+        found = self._sources[owner].row_pairs(row - self.firsts[owner])
+        return range(before + found.start, before + found.stop)
+
     def _read(self, source: int, indices: list[int]) -> Batch:
         """With all keys."""
         dataset = self._sources[source]
@@ -130,7 +145,7 @@ class MixtureDataset(JoinedDataset):
     """What a mixture trains on."""
 
     def __init__(self, sources: Mapping[str, Any], option: MixtureSettings) -> None:
-        super().__init__(sources, option.seq_len)
+        super().__init__(sources, option.row_tokens)
         self.option = option
 
     def make_training_steps(self, share: Share, batches: Batches, seed: int, *, shuffle: bool) -> MixtureSteps:

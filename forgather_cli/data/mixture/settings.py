@@ -92,6 +92,10 @@ class MixtureSettings(DataSettings):
         return any(source.is_chats for source in self.sources.values())
 
     @property
+    def has_pairs(self) -> bool:  # type: ignore[override]
+        return any(source.has_pairs for source in self.sources.values())
+
+    @property
     def nothing_held_out(self) -> Void | None:
         nothing = {name: source.nothing_held_out for name, source in self.sources.items()}
         voids = [Void(f"data.sources.{name}.{void.because[5:]}", void.remedy) for name, void in nothing.items() if void]
@@ -114,6 +118,11 @@ class MixtureSettings(DataSettings):
                 yield f"data.sources: a name has letters, digits, - and _, got {name!r}; rename it"
             elif source.is_stream and not isinstance(source, Target):
                 yield f"data.sources.{name}.streaming: streams as sources are not there yet, got true; leave it out"
+        alone = [name for name in names if not self.sources[name].has_pairs] if self.has_pairs else []
+        if alone:
+            yield f"data.sources.{alone[0]}: has no pairs, and other sources have; give all type=preference, or none"
+        if self.has_pairs and self.isolate_documents is False:
+            yield "data.isolate_documents: the sides of pairs are kept apart, got false; leave it out"
         without = [name for name in names if self.sources[name].weight is None]
         if 0 < len(without) < len(names):
             yield f"data.sources.{without[0]}.weight: is left out, but others have one; give each source one, or none"

@@ -37,10 +37,11 @@ class MixtureSource(DataSource[MixtureSettings]):
         sums["train_samples"] = sum(supply.samples for supply in supplies.values())
         prints = {name: splits.fingerprint for name, splits in made.items()}
         order = digest([prints, repr(supplies), [option.sources[name].weight for name in made]])
+        sums |= {"row_tokens": option.row_tokens} if option.has_pairs else {}
         evaluation = {name: splits.eval for name, splits in made.items() if splits.eval}
         return DataSplits(
             MixtureDataset({name: splits.train for name, splits in made.items()}, option),
-            JoinedDataset(evaluation, option.seq_len) if evaluation else None,
+            JoinedDataset(evaluation, option.row_tokens) if evaluation else None,
             tokenizer,
             digest(["mixture", prints]),
             option.seq_len,
@@ -70,7 +71,7 @@ class MixtureSource(DataSource[MixtureSettings]):
         if len(lengths) < len(self.option.sources):
             return []
         mixture = Mixture([stretch_of(self.option, lengths, 0, 0, steps, global_batch)])
-        return uses_of(mixture, 0, 0, steps, global_batch, self.option.seq_len)
+        return uses_of(mixture, 0, 0, steps, global_batch, self.option.row_tokens)
 
     def vocabulary(self) -> tuple[int | None, int]:
         if self.option.tokenizer == "bpe":

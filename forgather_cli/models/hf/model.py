@@ -24,6 +24,7 @@ from forgather_cli.shards import fill_local
 
 logger = logging.getLogger(__name__)
 
+_LEAVE_TOGETHER = "set isolate_documents=false, or with data=preference, which needs it, choose another model"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 
@@ -191,14 +192,14 @@ class CausalLM(nn.Module):
         if "use_cache" in self._accepted:
             inputs["use_cache"] = self._cache_name in inputs
         self.theirs.training = self.training  # its submodules are ours, which the trainer puts into modes itself
+        documents = inputs.pop("document_ids", None)
+        if documents is not None:  # whose positions begin anew: a row may be longer than the longest of them
+            return self._run_isolated(input_ids, documents, **inputs)
         if self.max_positions is not None and past + input_ids.shape[1] > self.max_positions:
             raise ModelError(
                 f"{type(self.theirs).__name__} has {self.max_positions} learned positions, got a sequence of "
                 f"{past + input_ids.shape[1]} tokens; make it shorter"
             )
-        documents = inputs.pop("document_ids", None)
-        if documents is not None:
-            return self._run_isolated(input_ids, documents, **inputs)
         mask = inputs.get("attention_mask")
         if mask is not None and "position_ids" in self._accepted and inputs.get("position_ids") is None:
             inputs["position_ids"] = (mask.long().cumsum(1) - 1).clamp(min=0)[:, past : past + input_ids.shape[1]]
@@ -213,9 +214,7 @@ class CausalLM(nn.Module):
             raise ValueError("document_ids and cache exclude each other")
         name = type(self.theirs).__name__
         if "position_ids" not in self._accepted or getattr(self.theirs, "_is_stateful", False):
-            raise ModelError(
-                f"isolate_documents: {name} cannot keep documents of a sequence apart; set isolate_documents=false"
-            )
+            raise ModelError(f"isolate_documents: {name} cannot keep documents of a sequence apart; {_LEAVE_TOGETHER}")
         inputs["position_ids"] = positions_in_documents(documents, inputs.pop("attention_mask", None))
         with masks_of(documents, self.theirs), nullcontext() if self._isolates else requires_isolation(name):
             out = self._call(input_ids, **inputs)
@@ -272,6 +271,4 @@ def requires_isolation(name: str) -> Iterator[None]:
     finally:
         masking_utils.find_packed_sequence_indices = find
     if not asked:
-        raise ModelError(
-            f"isolate_documents: {name} makes its masks without looking for documents; set isolate_documents=false"
-        )
+        raise ModelError(f"isolate_documents: {name} makes its masks without looking for documents; {_LEAVE_TOGETHER}")
