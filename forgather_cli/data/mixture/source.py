@@ -86,7 +86,7 @@ class MixtureSource(DataSource[MixtureSettings]):
         for name in names if directory == "bpe" else ():
             with _told_of(name, option.sources[name]):
                 source = option.option(name, tokenizer="bytes")  # as good as any to find text
-                if source.is_chats:
+                if source.is_chats and not source.has_pairs:
                     chats.append(find_chats(source, cache, self.model_tokens))
                 elif (text := source_of(source).text(cache)) is not None:
                     corpora.append(text)
