@@ -46,6 +46,9 @@ class JoinedDataset:
         self.parts_by_source = {name: range(first, behind) for name, first, behind in places}
         """The numbers of each source's samples, for evaluation."""
         self._sources = list(sources.values())
+        self._pairs = [0, *accumulate(getattr(source, "num_pairs", 0) for source in self._sources)]
+        self.num_pairs = self._pairs[-1]
+        self.max_pairs = max((getattr(source, "max_pairs", 0) for source in self._sources), default=0)
         self._like: Batch = {LENGTHS: torch.tensor([seq_len])}
         """One row of each key."""
         for number in reversed(range(len(sources))):
@@ -67,19 +70,10 @@ class JoinedDataset:
         batch = {key: torch.cat([part[key] for part in parts])[places] for key in self._like}
         return {**batch, SOURCES: torch.tensor([owners, indices]).T}
 
-    @property
-    def num_pairs(self) -> int:
-        """Of sources that all have pairs, as ``max_pairs`` and ``row_pairs``."""
-        return sum(source.num_pairs for source in self._sources)
-
-    @property
-    def max_pairs(self) -> int:
-        return int(max(source.max_pairs for source in self._sources))
-
     def row_pairs(self, row: int) -> range:
+        """The numbers of a row's pairs, where all sources have some."""
         owner = bisect_right(self.firsts, row) - 1
-        before = sum(source.num_pairs for source in self._sources[:owner])
-        found = self._sources[owner].row_pairs(row - self.firsts[owner])
+        found, before = self._sources[owner].row_pairs(row - self.firsts[owner]), self._pairs[owner]
         return range(before + found.start, before + found.stop)
 
     def _read(self, source: int, indices: list[int]) -> Batch:
