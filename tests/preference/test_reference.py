@@ -83,7 +83,9 @@ LAYOUTS = parity.with_others("single", "ddp 2", "fsdp2 2", "1F1B 2", "1F1B 2x2")
 def test_every_strategy_computes_it_and_trains_alike(tmp_path: Path) -> None:
     found = {}
     for name in LAYOUTS:
-        settings = (*DATA[1:], f"data.cache_dir={tmp_path / name}", "global_batch_size=8", "max_steps=5")
+        # ranks stand in the directory of whoever needed them first
+        here = f"data.files=[{tmp_path / 'pairs.jsonl'}]", f"data.cache_dir={tmp_path / name}"
+        settings = (*DATA[1:], *here, "global_batch_size=8", "max_steps=5")
         base = ("data=preference", *(word for word in parity.BASE if "seq_len" not in word and "max_eval" not in word))
         found[name] = parity.train(parity.LAYOUTS[name], settings, tmp_path / "runs" / name, base=base)
     single = found.pop("single")
