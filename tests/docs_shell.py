@@ -164,7 +164,7 @@ def _small(words: list[str], directory: str) -> list[str]:
     given = {word.partition("=")[0].lstrip("~") for word in words}
     if not (ROOT / "recipes" / f"{recipe}.yaml").exists():  # the page's own
         given |= {"model", "seq_len"}
-    if recipe in ("finetune", "chat_finetune", "lora_finetune", "qat", "finetune_mix"):
+    if recipe in ("finetune", "chat_finetune", "lora_finetune", "qat", "finetune_mix", "dpo"):
         given.add("model")
     if recipe.startswith("qwen3_encdec"):
         given |= {"model", "seq_len"}

@@ -114,9 +114,8 @@ def show(
         screen = console()
         for each in found:
             print_sample(each, split, samples.length, screen)
-        tell("targets, which the loss counts, are on green, or between [ and ]; \\n ends a line")
-        if found[0].sides:
-            tell("what only one side of a pair has is underlined, or between { and }")
+        pairs = ", what only one side of a pair has is underlined, or between { and }" if found[0].sides else ""
+        tell(f"targets, which the loss counts, are on green, or between [ and ]{pairs}; \\n ends a line")
 
 
 def _read(config: Config) -> tuple[Config, DataSplits]:

@@ -73,7 +73,9 @@ def whole_pieces(borders: Ints, first_targets: Ints, seq_len: int, too_long: str
     return borders[:-1][keep], lengths[keep], {name: int(which.sum()) for name, which in counts.items()}
 
 
-WholePieces = Callable[[Ints, Ints, int, str], tuple[Ints, Ints, dict[str, int]]]
+Whole = tuple[Callable[[Ints, Ints, int, str], tuple[Ints, Ints, dict[str, int]]], int]
+"""What finds the pieces, and how many stay together, in rows so many times as long."""
+ALONE: Whole = (whole_pieces, 1)
 
 
 def in_turn(starts: Ints, lengths: Ints, seq_len: int) -> tuple[Ints, Ints, Ints]:
@@ -118,24 +120,17 @@ def best_fit(lengths: Ints, seq_len: int) -> tuple[Ints, Ints]:
 
 
 def packed_tables(
-    cache: Cache,
-    data: Tokenized,
-    seq_len: int,
-    packing: str,
-    *,
-    too_long: str | None = None,
-    find: WholePieces = whole_pieces,
-    together: int = 1,
+    cache: Cache, data: Tokenized, seq_len: int, packing: str, *, too_long: str | None = None, whole: Whole = ALONE
 ) -> dict[Split, PackingTable]:
-    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations, with what
-    finds their pieces; so many at a time stay ``together``, in rows so many times as long as ``seq_len``."""
+    """The tables of each split for a packing, from the cache or made now. ``too_long``: of conversations, of which
+    ``whole`` finds the pieces."""
     rules = [_VERSION, data.fingerprint, seq_len, packing]
     splits = data.splits()
 
     def write(directory: Path) -> Meta:
         meta: Meta = {"origin": {"packing": packing, "seq_len": seq_len}}
         for name, split in splits.items():
-            meta[name] = _write_table(directory / name, split, seq_len, packing, too_long, find, together)
+            meta[name] = _write_table(directory / name, split, seq_len, packing, too_long, whole)
         return meta
 
     directory, meta = cache.build_once("packings", digest(rules if too_long is None else [*rules, too_long]), write)
@@ -148,11 +143,10 @@ def packed_tables(
     return tables
 
 
-def _write_table(
-    stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None, find: WholePieces, together: int
-) -> Meta:
+def _write_table(stem: Path, split: TokenSplit, seq_len: int, packing: str, too_long: str | None, whole: Whole) -> Meta:
     assert split.documents is not None
     left_out: dict[str, int] = {}
+    find, together = whole
     if too_long is None:
         starts, lengths = pieces_of(split.documents.array, seq_len)
     else:

@@ -29,7 +29,7 @@ def evaluate_gguf(file: Path, config: Config) -> dict[str, Any]:
     """
     check_installed(str(file))
     longest = llama_cpp("context_length", model=str(file))["tokens"]  # gguf 0.19 would believe what a damaged one says
-    if config.data.is_paired:
+    if config.data.is_paired or config.data.has_pairs:
         raise ConfigError("data: eval of a GGUF file reads plain sequences; give data=text data.files=[...]")
     with doing("reading the data"):
         data = load_data(config.data, seed=max(config.seed, 0))

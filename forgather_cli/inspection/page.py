@@ -56,18 +56,13 @@ def _documents(sample: ShownSample) -> Iterable[str]:
         for at, (number, piece) in enumerate(zip(sample.encoder.ids, sample.encoder.pieces, strict=True)):
             yield _token(piece, f"id {number}, position {at}", "")
         yield "</pre>\n"
+    marks = {"target": sample.targets, "special": sample.special, "differs": sample.differs}
     for number, part in enumerate(sample.parts):
         yield f"<h3>{escape(visible(heading_of(part, number, sample)))}</h3>\n<pre>"
         for at, document in enumerate(sample.documents):
             if document == number:
-                is_target, is_special = sample.targets[at], sample.special[at]
-                kinds = {
-                    "target": is_target,
-                    "special": is_special,
-                    "differs": bool(sample.differs and sample.differs[at]),
-                }
-                kind = " ".join(name for name, is_so in kinds.items() if is_so)
-                told = f"id {sample.ids[at]}, position {at}, {'target' if is_target else 'no target'}"
+                kind = " ".join(name for name, those in marks.items() if those and those[at])
+                told = f"id {sample.ids[at]}, position {at}, {'target' if sample.targets[at] else 'no target'}"
                 yield _token(sample.pieces[at], told, kind)
         yield "</pre>\n"
         if part.behind:

@@ -76,9 +76,9 @@ def _trial_config(config: Config, made: RunPlan, micro_batch: int) -> Config:
     """The run's, on random tokens, without evaluations and checkpoints."""
     model: Any = config.model
     if config.data.is_paired or config.data.has_pairs:
-        what = "pairs" if config.data.has_pairs else "examples of two sides"
         raise SetupError(
-            f"--confirm: trains on random text, and data={value_at(config, 'data')} has {what}; leave it out"
+            f"--confirm: trains on random text, and data={value_at(config, 'data')} has examples of two sides; "
+            "leave it out"
         )
     assert made.seq_len is not None, "memory_by_micro_batch has refused that"
     if "vocab_size" in vars(model):

@@ -30,7 +30,7 @@ from forgather_cli.data.tokens import Split
 from forgather_cli.documents.json_and_yaml import parse_json
 from forgather_cli.errors import DataError
 
-SIDES = ("chosen", "rejected")
+_SIDES = ("chosen", "rejected")
 _PROMPTS = ("prompt", "question", "instruction", "user", "messages", "conversations")
 _SAME = "'chosen' and 'rejected' are the same, so neither is preferred; a pair has a difference"
 Talks = tuple[Conversation, Conversation]
@@ -58,8 +58,8 @@ def _read(record: Record, option: InstructSettings, is_table: bool) -> Talks:
 
 def _turns(number: int, row: Row, option: InstructSettings, read: set[str], record: Row) -> tuple[list[Any] | str, int]:
     """``Turns`` of one side. Raises DataError for what is no pair."""
-    sides = [_chat(row.get(name)) for name in SIDES]
-    for name, side in zip(SIDES, sides, strict=True):
+    sides = [_chat(row.get(name)) for name in _SIDES]
+    for name, side in zip(_SIDES, sides, strict=True):
         if not side:
             raise DataError(f"no {name!r} (its keys: {', '.join(map(str, record)) or 'none'}); set data.mapping")
         if not isinstance(side, str | list):
@@ -68,7 +68,7 @@ def _turns(number: int, row: Row, option: InstructSettings, read: set[str], reco
         raise DataError("one of 'chosen' and 'rejected' is text, and the other a list of messages; make both alike")
     if sides[0] == sides[1]:
         raise DataError(_SAME)
-    read.update(SIDES)
+    read.update(_SIDES)
     key = next((name for name in _PROMPTS if row.get(name)), "")
     prompt, before = _chat(row.get(key)), list[Any]()
     # whole chats begin with the question; what stands beside them may be the same again
@@ -89,7 +89,7 @@ def _turns(number: int, row: Row, option: InstructSettings, read: set[str], reco
     shared = 0  # with a prompt of their own, answers may begin with the same message
     while not is_given and all(len(side) > shared for side in sides) and sides[0][shared] == sides[1][shared]:
         shared += 1
-    for name, side in zip(SIDES, sides, strict=True):
+    for name, side in zip(_SIDES, sides, strict=True):
         if "assistant" not in map(_role, side[shared:]):
             raise DataError(f"{name!r} has no answer of the assistant behind the prompt, which is what both begin with")
     if any(_role(side[shared]) != "assistant" for side in sides):
@@ -133,7 +133,7 @@ def _render(chats: Chats, keys: Keys, talks: Talks) -> Pair:
             )
         for side in sides:
             side.spans = [(shared, len(side.text))]
-    for name, side in zip(SIDES, sides, strict=True):
+    for name, side in zip(_SIDES, sides, strict=True):
         if not side.spans:
             raise DataError(f"{name!r} has no turn that is to be learned; look at what marks them (docs/data.md)")
     keys.note(*((talk, side.text) for talk, side in zip(talks, sides, strict=True)))

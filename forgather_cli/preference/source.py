@@ -30,9 +30,8 @@ class PreferenceSource(ChatSource):
     def _tables(self, data: Tokenized, cache: Cache) -> dict[Split, PackingTable]:
         from forgather_cli.preference.rows import whole_pairs
 
-        option = self.option
-        how: dict[str, Any] = {"too_long": option.too_long, "find": whole_pairs, "together": 2}
-        return packed_tables(cache, data, option.seq_len, option.packing, **how)
+        option, whole = self.option, (whole_pairs, 2)
+        return packed_tables(cache, data, option.seq_len, option.packing, too_long=option.too_long, whole=whole)
 
     def load(self, cache: Cache) -> DataSplits:
         from forgather_cli.data.chat.instruct import describe_chats, targets_in_words

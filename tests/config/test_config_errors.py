@@ -54,7 +54,7 @@ TYPED_WRONG = {
     "trainer=5": "trainer=5: no such option; Options: ddp, fsdp2, pipeline, single",
     "loss=null": "loss=null: no such option; Options: auto, cross_entropy, ",
     "n_microbatches=8": "n_microbatches: only trainer=pipeline has this setting, but trainer=single is selected",
-    "files=[x]": "files: only data=text|tokens|instruct|ul2|seq2seq|preference has this setting, but data=python_stdlib is",
+    "files=[x]": "files: only data=text|tokens|instruct|ul2|seq2seq|preference has this setting, but data=python",
     "beta2_decay=-1": "beta2_decay: only optimizer=adafactor has this setting, but optimizer=muon is selected",
     "trainer.type=ddp": "trainer.type: follows from the option; choose one with trainer=...",
     "recipe=x": "recipe: is named by the first word",

@@ -169,4 +169,4 @@ def test_plan_counts_pairs_and_does_not_try_them(capsys: pytest.CaptureFixture[s
     assert forgather("plan", *words, "data.packing=best_fit") == 0
     assert "6 sequences = 6 x 1" in capsys.readouterr().out
     assert forgather("plan", *words, "--fit", "--confirm", "--memory", "4GiB") == 2
-    assert "--confirm: trains on random text, and data=preference has pairs" in capsys.readouterr().err
+    assert "--confirm: trains on random text, and data=preference has examples of two sides" in capsys.readouterr().err

@@ -75,8 +75,7 @@ class ChatDocuments:
         for number, row in enumerate(rows, 1):
             # one by one, since a stream is not read to its end to find all that are bad
             record = Record(number, without_added(row, features), 0)
-            kind: dict[str, Any] = {"is_table": False, "read": conversation_of}
-            yield from conversations_in([record], _NAME, option, use, damage, **kind)
+            yield from conversations_in([record], _NAME, option, use, damage, is_table=False, read=conversation_of)
             if damage.skipped:
                 self._note("skipped", f"no conversation, left out ({damage.skipped.pop()})")
 

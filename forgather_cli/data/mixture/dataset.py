@@ -53,6 +53,9 @@ class JoinedDataset:
         self.parts_by_source = {name: range(first, first + size) for name, first, size in places}
         """The numbers of each source's samples, for evaluation."""
         self._sources = list(sources.values())
+        self._pairs = np.cumsum([0, *(getattr(source, "num_pairs", 0) for source in self._sources)]).tolist()
+        self.num_pairs = self._pairs[-1]
+        self.max_pairs = max((getattr(source, "max_pairs", 0) for source in self._sources), default=0)
         self._like: Batch = {}
         """One row of each key."""
         for number in range(len(self.names)):
@@ -74,19 +77,10 @@ class JoinedDataset:
                 batch[key][torch.from_numpy(rows)] = value
         return {**batch, SOURCES: torch.from_numpy(owners)}
 
-    @property
-    def num_pairs(self) -> int:
-        """Of sources that all have pairs, as ``max_pairs`` and ``row_pairs``."""
-        return sum(source.num_pairs for source in self._sources)
-
-    @property
-    def max_pairs(self) -> int:
-        return int(max(source.max_pairs for source in self._sources))
-
     def row_pairs(self, row: int) -> range:
+        """The numbers of a row's pairs, where all sources have some."""
         owner = int(np.searchsorted(self.firsts, row, side="right")) - 1
-        before = sum(source.num_pairs for source in self._sources[:owner])
-        found = self._sources[owner].row_pairs(row - int(self.firsts[owner]))
+        found, before = self._sources[owner].row_pairs(row - int(self.firsts[owner])), self._pairs[owner]
         return range(before + found.start, before + found.stop)
 
     def _read(self, source: int, indices: list[int]) -> Batch:
