@@ -83,7 +83,9 @@ LAYOUTS = parity.with_others("single", "ddp 2", "fsdp2 2", "1F1B 2", "1F1B 2x2")
 def test_every_strategy_computes_it_and_trains_alike(tmp_path: Path) -> None:
     found = {}
     for name in LAYOUTS:
-        settings = (*DATA[1:], f"data.cache_dir={tmp_path / name}", "global_batch_size=8", "max_steps=5")
+        # ranks stand in the directory of whoever needed them first
+        here = f"data.files=[{tmp_path / 'pairs.jsonl'}]", f"data.cache_dir={tmp_path / name}"
+        settings = (*DATA[1:], *here, "global_batch_size=8", "max_steps=5")
         base = ("data=preference", *(word for word in parity.BASE if "seq_len" not in word and "max_eval" not in word))
         found[name] = parity.train(parity.LAYOUTS[name], settings, tmp_path / "runs" / name, base=base)
     single = found.pop("single")
@@ -101,7 +103,9 @@ def test_every_strategy_computes_it_and_trains_alike(tmp_path: Path) -> None:
 
 
 def test_the_first_loss_is_ln_2_though_the_settings_drop_units(capsys: pytest.CaptureFixture[str]) -> None:
-    train("run", "model.attention_dropout=0.5", "model.residual_dropout=0.5")
+    train("fresh", "model.attention_dropout=0.5", "model.residual_dropout=0.5", "max_steps=3")  # blocks begin with 0
+    base = f"model.path={finalized('fresh', 'base')}", "data.tokenizer=base", "data.chat_template=null"
+    assert forgather("train", *RUN, *base, "output_dir=run") == 0
     assert logged("run")[1] == pytest.approx(LN_2, abs=1e-6)
     assert logged("run", "rewards/margins")[1] == 0
     assert logged("run", "eval_rewards/accuracies")[6] > 0.9
