@@ -110,9 +110,8 @@ def find_or_compute(loss: DPO, loop: Any, reader: Any) -> None:
     found: dict[str, Any] = {"path": loss.reference}
     for name, data in splits.items():
         content = [facts.get("fingerprint") or str(run.run_dir.root.resolve()), name, data.num_pairs]
-        key = digest(
-            [1, weights, content, repr(run.config.precision), getattr(run.config.trainer, "param_dtype", None)]
-        )
+        precisions = repr(run.config.precision), getattr(run.config.trainer, "param_dtype", None)
+        key = digest([1, weights, content, *precisions, torch.get_float32_matmul_precision()])
         key, checksum = known.get(name, (key, None))
         values = on_rank_0(partial(_read, cache, key, checksum), run.cpu_group)
         if values is None and not (known and loss.reference is None):
@@ -174,9 +173,12 @@ def _write(cache: Cache, key: str, values: Any) -> None:
 
 
 def _weights_of(run: TrainingRun, strategy: Strategy) -> str:
-    """Collective. A digest of all parameters, whatever a rank holds of them, and of the base that an adapter is for."""
+    """Collective. A digest of all parameters, whatever a rank holds of them, of the model's settings, which may make
+    another model of them, and of the adapter with its base."""
     whole = FullParameters(SimpleNamespace(run=run, strategy=strategy)).tensors()
-    return digest([[[name, str(t.dtype), list(t.shape), checksums({name: t})[name]] for name, t in whole], run.base])
+    facts = [repr(getattr(strategy.parts[0], name, None)) for name in ("settings", "config")]  # transformers' is config
+    facts += [] if strategy is not run.strategy else [repr(run.config.adapter), run.base]
+    return digest([[[name, str(t.dtype), list(t.shape), checksums({name: t})[name]] for name, t in whole], facts])
 
 
 def _compute(loss: DPO, run: TrainingRun, strategy: Strategy, data: Any, cache: Cache, key: str, name: str) -> Any:

@@ -234,6 +234,17 @@ def test_training_does_not_begin_with_a_reference_that_is_not_the_models(capsys:
     assert logged("coarse")[1] == pytest.approx(LN_2, abs=1e-3)
 
 
+def test_the_same_weights_in_another_model_have_a_reference_of_their_own() -> None:
+    train("run", "max_steps=3")
+    finalized("run", "other")
+    train("first", "loss.reference=other", "max_steps=1")
+    settings = json.loads(Path("other/config.json").read_text())
+    Path("other/config.json").write_text(json.dumps({**settings, "rms_norm_eps": 0.5}))
+    train("second", "loss.reference=other", "max_steps=1")
+    assert logged("second", "rewards/chosen")[1] != logged("first", "rewards/chosen")[1]
+    assert logged("second", "logps/chosen")[1] == logged("first", "logps/chosen")[1]
+
+
 def test_a_resume_needs_the_reference_that_the_run_began_with(capsys: pytest.CaptureFixture[str]) -> None:
     train("whole")
     shutil.copytree("whole", "run")
