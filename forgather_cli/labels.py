@@ -44,10 +44,6 @@ FOR_LOSS = "for_loss_"
 """What the keys of tensors (B, ...) begin with that the loss reads, and no model."""
 
 
-SIDES = f"{FOR_LOSS}sides"
-"""Of each token the side of the row's pairs that it is in, (B, T) int16: 2p chosen and 2p + 1 rejected, -1 padding."""
-
-
 def label_shift(batch: Mapping[str, Any]) -> int:
     """By how many positions a label stands behind the position that predicts it: 1, or 0 in an encoder-decoder."""
     return 0 if "decoder_input_ids" in batch else 1

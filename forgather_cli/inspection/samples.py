@@ -28,7 +28,7 @@ from forgather_cli.data.text.pieces import letters_of, pieces_of, special_ids
 from forgather_cli.data.tokens import Split
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.inspection.origins import Origins, Place
-from forgather_cli.labels import IGNORED, SIDES
+from forgather_cli.labels import IGNORED, UNITS
 from forgather_cli.plan.run import batch_and_steps
 
 _BLOCK = 1 << 18  # samples of an order that are looked through at once
@@ -235,13 +235,14 @@ class Samples:
             parts = [Excerpt(start) for start in self._starts(ids, None if documents is None else documents[row])]
         starts = np.array([part.start for part in parts])
         owners = (starts.searchsorted(np.arange(len(ids)), "right") - 1).tolist()
-        pairs = {} if SIDES not in batch else _told_apart(ids.tolist(), batch[SIDES][row].tolist())
+        owners = [max(owner, 0) if is_in else None for owner, is_in in zip(owners, is_token.tolist(), strict=True)]
+        pairs = {} if UNITS not in batch else _told_apart(ids.tolist(), owners, int(batch[UNITS][row]))
         return ShownSample(
             index,
             ids.tolist(),
             is_target.tolist(),
             pieces_of(self._tokenizer, ids.tolist()),
-            [max(owner, 0) if is_in else None for owner, is_in in zip(owners, is_token.tolist(), strict=True)],
+            owners,
             letters_of(self._tokenizer, ids.tolist()),
             [number in self._special for number in ids.tolist()],
             [part for part in parts if part.start < num_tokens or mask is not None],
@@ -301,16 +302,16 @@ class Samples:
         return [n for n in range(start // dataset.seq_len, -(-stop // dataset.seq_len)) if n < len(dataset)]
 
 
-def _told_apart(ids: list[int], sides: list[int]) -> dict[str, Any]:
-    """``sides`` and ``differs`` of a sample, from ``labels.SIDES``."""
+def _told_apart(ids: list[int], owners: list[int | None], num_pairs: int) -> dict[str, Any]:
+    """``sides`` and ``differs`` of a sample; ``owners``: the document of each token."""
     differs = [False] * len(ids)
-    for first in range(0, max(sides), 2):
-        begins = [sides.index(first), sides.index(first + 1)]
-        one, other = (ids[begin : begin + sides.count(first + n)] for n, begin in enumerate(begins))
+    for first in range(0, 2 * num_pairs, 2):
+        begins = [owners.index(first), owners.index(first + 1)]
+        one, other = (ids[begin : begin + owners.count(first + n)] for n, begin in enumerate(begins))
         for kind, *spans in SequenceMatcher(None, one, other, autojunk=False).get_opcodes():
             for begin, (start, stop) in zip(begins, (spans[:2], spans[2:]), strict=True):
                 differs[begin + start : begin + stop] = [kind != "equal"] * (stop - start)
-    return {"sides": ["chosen", "rejected"] * (1 + max(sides) // 2), "differs": differs}
+    return {"sides": ["chosen", "rejected"] * num_pairs, "differs": differs}
 
 
 def _moved(position: Position, by: int) -> Position:

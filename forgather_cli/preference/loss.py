@@ -17,7 +17,7 @@ from forgather_cli.config.schema import Target
 from forgather_cli.distributed import gather
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.hardware import chunk_tokens, gpu_of
-from forgather_cli.labels import FOR_LOSS, IGNORED, SIDES, UNITS, shifted
+from forgather_cli.labels import FOR_LOSS, IGNORED, UNITS, shifted
 from forgather_cli.loss.base import Knowledge, Loss, head_and_hidden
 from forgather_cli.loss.model_io import logits_of
 
@@ -134,15 +134,15 @@ class DPO(Loss):
             else:
                 parts.append(_of_targets(head, x, y))
         found, is_target = torch.cat(parts).view(labels.shape), (targets != IGNORED).view(labels.shape)
-        if SIDES not in batch:
+        if REFERENCE not in batch:
             if UNITS not in batch:
-                raise DataError(f"loss=dpo: the batch has no {SIDES}, only {', '.join(inputs)}; set data=preference")
+                raise DataError(f"loss=dpo: the batch has no {UNITS}, only {', '.join(inputs)}; set data=preference")
             reference = found.new_zeros(len(found), 1, 2)  # a batch of nothing
             return found.sum() * reference, reference, reference
         reference = batch[REFERENCE]
         sides = torch.arange(2 * reference.shape[1], device=found.device)
         # not by index_add_, which adds in any order on a GPU
-        is_of = F.pad(batch[SIDES][:, 1:], (0, 1), value=-1)[..., None] == sides
+        is_of = inputs["document_ids"].roll(-1, 1)[..., None] == sides
         sums = torch.where(is_of, found[..., None], 0.0).sum(1)
         return sums.view_as(reference), (is_of & is_target[..., None]).sum(1).view_as(reference), reference
 

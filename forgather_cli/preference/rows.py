@@ -12,7 +12,7 @@ from torch import Tensor
 from forgather_cli.data.packing import Ints, PackingTable
 from forgather_cli.data.samples import PackedDataset
 from forgather_cli.data.tokens import TokenSplit
-from forgather_cli.labels import LENGTHS, SIDES, UNITS
+from forgather_cli.labels import LENGTHS, UNITS
 
 
 def whole_pairs(borders: Ints, first_targets: Ints, seq_len: int, too_long: str) -> tuple[Ints, Ints, dict[str, int]]:
@@ -30,8 +30,8 @@ def whole_pairs(borders: Ints, first_targets: Ints, seq_len: int, too_long: str)
 
 
 class PreferenceRows(PackedDataset):
-    """Row i is whole pairs, each side a document apart, the chosen one first. A batch has ``labels.UNITS``, how many
-    each row has, and ``labels.SIDES``.
+    """Row i is whole pairs, each side a document apart: 2p the chosen one of the row's pair p, 2p + 1 the rejected
+    one. A batch has ``labels.UNITS``, how many each row has.
 
     Padding is documents of at most ``side`` tokens, so that no position is beyond those of a side.
     """
@@ -57,8 +57,7 @@ class PreferenceRows(PackedDataset):
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
         batch = super().__getitems__(indices)
         documents, behind = batch["document_ids"], torch.arange(self.seq_len) - batch[LENGTHS][:, None]
-        sides = torch.where(behind < 0, documents, -1).to(torch.int16)
         units = torch.tensor([len(self.row_pairs(index)) for index in indices])
         documents += (behind.clamp(min=0) // self._side).to(documents.dtype)
         batch["position_ids"] %= self._side
-        return {**batch, UNITS: units, SIDES: sides}
+        return {**batch, UNITS: units}

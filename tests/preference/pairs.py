@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forgather_cli.labels import IGNORED, SIDES, UNITS
+from forgather_cli.labels import IGNORED, UNITS
 from forgather_cli.loss.build import build_loss
 from forgather_cli.preference.loss import DPO, REFERENCE
 from forgather_cli.preference.settings import DPOSettings
@@ -51,7 +51,6 @@ def batch_of(some: Sequence[Pair], per_row: int, reference: Tensor | None = None
         "document_ids": torch.full((len(rows), T), 2 * per_row),
         "position_ids": torch.zeros(len(rows), T, dtype=torch.int64),
         UNITS: torch.tensor([len(row) for row in rows]),
-        SIDES: torch.full((len(rows), T), -1, dtype=torch.int16),
         REFERENCE: torch.full((len(rows), per_row, 2), float("nan"), dtype=torch.float64),
     }
     for r, row in enumerate(rows):
@@ -65,7 +64,6 @@ def batch_of(some: Sequence[Pair], per_row: int, reference: Tensor | None = None
                 batch["labels"][r, at + len(each.prompt) : at + size] = torch.tensor(answer)
                 batch["document_ids"][r, here] = 2 * p + s
                 batch["position_ids"][r, here] = torch.arange(size)
-                batch[SIDES][r, here] = 2 * p + s
                 at += size
             if reference is not None:
                 batch[REFERENCE][r, p] = reference[number]

@@ -18,7 +18,7 @@ from whole_batch import CPU, whole
 from forgather_cli.config.schema import FSDP2Settings, PipelineSettings
 from forgather_cli.data.loaders.collate import Counts, rank_part
 from forgather_cli.distributed import cpu_group, gather
-from forgather_cli.labels import IGNORED, SIDES, UNITS
+from forgather_cli.labels import IGNORED, UNITS
 from forgather_cli.loss.base import NamedSums
 from forgather_cli.strategies.base import ModelSpec, Strategy
 from forgather_cli.strategies.ddp import DataParallel
@@ -133,7 +133,7 @@ def test_a_pair_whose_sides_are_in_two_micro_batches_would_have_another_gradient
     right, halves = of_batch(batch_of(each, 1, reference), 1), []
     for side in range(2):
         batch = batch_of(each, 1, reference)
-        away = (batch[SIDES] != side)[:, :]
+        away = batch["document_ids"] != side
         batch["labels"][away] = IGNORED
         halves.append(of_batch(batch, 1))
     both = {"gradients": {n: sum(half["gradients"][n] for half in halves) for n in right["gradients"]}}
@@ -148,9 +148,10 @@ def test_padding_that_is_not_masked_would_have_another_gradient_and_another_firs
     right = of_batch(batch, 4)
     assert right["loss"] == pytest.approx(0.6931472, abs=1e-6)
     padded = {key: value.clone() for key, value in batch.items()}
-    padded["labels"] = torch.where(padded[SIDES] < 0, padded["input_ids"], padded["labels"])
+    is_padding = padded["document_ids"] > 1
+    padded["labels"] = torch.where(is_padding, padded["input_ids"], padded["labels"])
     assert of_batch(padded, 4)["loss"] == right["loss"]  # it is of no side
-    padded[SIDES] = torch.where(padded[SIDES] < 0, 1, padded[SIDES])
+    padded["document_ids"][is_padding] = 1
     wrong = of_batch(padded, 4)
     assert abs(wrong["loss"] - right["loss"]) > 0.1
     assert unlike(right, wrong) > 0.01

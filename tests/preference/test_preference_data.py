@@ -20,7 +20,7 @@ from forgather_cli.data.chat.template import CHATML
 from forgather_cli.data.order import Order
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.errors import DataError
-from forgather_cli.labels import FOR_LOSS, LENGTHS, UNITS
+from forgather_cli.labels import LENGTHS, UNITS
 from forgather_cli.preference.settings import PreferenceSettings
 
 NONE = -100
@@ -51,19 +51,18 @@ def load(path: Path, directory: Path | str, **settings: Any) -> DataSplits:
 def sides(dataset: Any) -> list[list[Side]]:
     """Of each pair, in order, both sides; and what a batch says of them is right."""
     batch = dataset.__getitems__(list(range(len(dataset))))
-    assert {*batch} == {"input_ids", "labels", "document_ids", "position_ids", LENGTHS, UNITS, f"{FOR_LOSS}sides"}
+    assert {*batch} == {"input_ids", "labels", "document_ids", "position_ids", LENGTHS, UNITS}
     found: list[list[Side]] = []
     for row in range(len(dataset)):
-        keys = ("input_ids", "labels", "document_ids", "position_ids", f"{FOR_LOSS}sides")
-        ids, labels, documents, positions, of = (batch[key][row] for key in keys)
+        keys = ("input_ids", "labels", "document_ids", "position_ids")
+        ids, labels, documents, positions = (batch[key][row] for key in keys)
+        of = torch.where(torch.arange(len(ids)) < batch[LENGTHS][row], documents, -1)
         assert int(of.max()) + 1 == 2 * int(batch[UNITS][row]) == 2 * len(dataset.row_pairs(row))
         assert dataset.row_pairs(row) == range(len(found), len(found) + int(batch[UNITS][row]))
-        assert (of >= 0).sum() == batch[LENGTHS][row]
         assert of.tolist() == sorted(of.tolist(), key=lambda side: side if side >= 0 else 1 << 15), "padding is last"
         both: list[Side] = []
         for side in range(int(of.max()) + 1):
             where = of == side
-            assert documents[where].unique().tolist() == [side]
             assert positions[where].tolist() == list(range(int(where.sum())))
             both.append((ids[where].tolist(), labels[where].tolist()))
         padding = of < 0

@@ -21,7 +21,7 @@ from forgather_cli.data.loaders.map_style import is_map_style
 from forgather_cli.data.splits import DataSplits
 from forgather_cli.inference.source import load_source
 from forgather_cli.inspection.samples import Samples
-from forgather_cli.labels import LENGTHS, SIDES, UNITS
+from forgather_cli.labels import LENGTHS, UNITS
 from forgather_cli.worker import read_data
 
 NONE = -100
@@ -66,9 +66,9 @@ def test_a_side_in_a_row_is_computed_as_by_itself(kind: str, packing: str) -> No
     model = load_source(Path("model"), device="cpu").model
     with torch.no_grad():
         logits = model(**kept)
-        for row, sides in enumerate(batch[SIDES]):
+        for row, sides in enumerate(batch["document_ids"]):
             assert logits[row].isfinite().all()
-            for number in range(int(sides.max()) + 1):
+            for number in range(2 * int(batch[UNITS][row])):
                 where = sides == number
                 alone = theirs(input_ids=batch["input_ids"][row][where][None]).logits[0]
                 torch.testing.assert_close(logits[row][where], alone, rtol=1e-4, atol=1e-5)
@@ -133,7 +133,7 @@ def test_a_mixture_of_pairs_reads_each_pair_once() -> None:
         assert numbers == [*range(joined.num_pairs)]
         batch = joined.__getitems__([*range(len(joined))])
         assert batch["input_ids"].shape[1] == 600
-        for key in ("input_ids", "labels", "document_ids", "position_ids", SIDES, UNITS, LENGTHS):
+        for key in ("input_ids", "labels", "document_ids", "position_ids", UNITS, LENGTHS):
             wanted = torch.cat([part.__getitems__([*range(len(part))])[key] for part in parts])
             assert torch.equal(batch[key], wanted), key
     assert data.seq_len == 300
@@ -155,7 +155,8 @@ def test_ranks_and_workers_read_the_same_pairs() -> None:
 
     def rows(**given: Any) -> list[torch.Tensor]:
         loader = TrainLoader(train, global_batch_size=4, micro_batch_size=2, seed=1, drop_last=False, **given)
-        return [torch.cat([batch[SIDES] for batch in step.microbatches]) for step in loader if step.microbatches]
+        steps = (step.microbatches for step in loader if step.microbatches)
+        return [torch.cat([batch["document_ids"] for batch in step]) for step in steps]
 
     whole = rows()
     shares = [rows(rank=rank, size=2) for rank in (0, 1)]
