@@ -214,8 +214,9 @@ def all_options() -> list[type[Option]]:
 
 
 def options(kind: Any) -> list[Any]:
-    """The options of a group's base class; of another class itself."""
-    return vars(kind).get("members", [kind]) if isinstance(kind, type) else [kind]
+    """The options of a group's base class, or of one that says which it has; of another class itself."""
+    found = vars(kind).get("members", [kind]) if isinstance(kind, type) else [kind]
+    return found() if callable(found) else found
 
 
 class ByType:

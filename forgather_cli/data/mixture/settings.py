@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from copy import copy
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge
@@ -50,8 +51,12 @@ class SourceSettings(Settings):
         Literal["drop", "stop"], only_where(".max_epochs", lambda passes: passes is not None, "set max_epochs")
     ] = "drop"
 
-    members: ClassVar[list[Any]] = []
-    """The options of the group ``data`` that can be one, each with these fields too."""
+    @staticmethod
+    @cache
+    def members() -> list[Any]:
+        """The options of the group ``data`` that can be one, each with these fields too; asked when all are found."""
+        by_number = [option for option in DataSettings.members if issubclass(option, SequenceSettings)]
+        return [_as_source(option) for option in (*by_number, DataTarget)]
 
 
 if TYPE_CHECKING:
@@ -157,10 +162,6 @@ def _as_source(option: Any) -> Any:
     fixed = {name: dataclasses.field(init=False, default=None) for name in sorted(common)}
     body = {"__module__": __name__, "__doc__": option.__doc__, "__annotations__": dict.fromkeys(fixed, Any), **fixed}
     return settings(type(option.__name__, (option, SourceSettings), body))
-
-
-_BY_NUMBER = [option for option in DataSettings.members if issubclass(option, SequenceSettings)]
-SourceSettings.members += [_as_source(option) for option in (*_BY_NUMBER, DataTarget)]
 
 
 def steps_of(ats: Sequence[float], total: int) -> list[int]:
