@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -126,13 +125,10 @@ def _render(chats: Chats, keys: Keys, talks: Talks) -> Pair:
     chosen, rejected = sides = [render(chats, talk) for talk in talks]
     if chosen.text == rejected.text:
         raise DataError(_SAME)
-    if chosen.is_document:
-        if not (shared := len(commonprefix([chosen.text, rejected.text]))):  # noqa: RUF071 - of characters
-            raise DataError(
-                "'chosen' and 'rejected' are texts that begin differently, and there is no 'prompt'; set data.mapping"
-            )
-        for side in sides:
-            side.spans = [(shared, len(side.text))]
+    if chosen.is_document and chosen.text[0] != rejected.text[0]:
+        raise DataError(
+            "'chosen' and 'rejected' are texts that begin differently, and there is no 'prompt'; set data.mapping"
+        )
     for name, side in zip(_SIDES, sides, strict=True):
         if not side.spans:
             raise DataError(f"{name!r} has no turn that is to be learned; look at what marks them (docs/data.md)")
@@ -149,6 +145,8 @@ def _encode(pairs: Sequence[Pair], tokenizer: Tokenizer) -> Iterator[tuple[Rende
         length = min(len(one), len(other))
         shared = int(np.argmax(np.append(one[:length] != other[:length], True)))
         for side, (ids, inside) in both:
+            if side.is_document:
+                inside[:shared] = False
             if shared < (first := int(np.argmax(inside))):
                 inside[shared:first] = True
             inside &= shared > 0  # else there is no prompt, and the pair is left out

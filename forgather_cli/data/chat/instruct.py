@@ -359,18 +359,16 @@ def encoded(chunk: Sequence[Rendered], tokenizer: Tokenizer) -> Iterator[tuple[R
     """Each conversation, its tokens, and which of them are targets."""
     found = tokenizer.encode_marked([each.text for each in chunk], [each.spans for each in chunk])
     for each, (ids, inside) in zip(chunk, found, strict=True):
-        context = int(np.append(inside, True).argmax()) if each.is_document and each.spans[0][0] else 0
-        yield each, _around(ids, context, tokenizer) if each.is_document else (ids, inside)
+        yield each, _around(ids, tokenizer) if each.is_document else (ids, inside)
 
 
-def _around(ids: NDArray[Any], context: int, tokenizer: Tokenizer) -> Marked:
+def _around(ids: NDArray[Any], tokenizer: Tokenizer) -> Marked:
     """A document with the tokens around it, those that it spells itself once, and of each token whether it is a
-    target: all but a begin token, and ``context`` tokens of the document."""
+    target: all but a begin token."""
     prefix, behind = around_documents(tokenizer)
     behind = () if tuple(ids[len(ids) - len(behind) :].tolist()) == behind else behind
-    before = unspelled(prefix, ids)
-    whole = np.concatenate([np.array(before, np.uint32), ids, np.array(behind, np.uint32)])
-    return whole, np.arange(len(whole)) >= max(len(prefix), len(before) + context)
+    whole = np.concatenate([np.array(unspelled(prefix, ids), np.uint32), ids, np.array(behind, np.uint32)])
+    return whole, np.arange(len(whole)) >= len(prefix)
 
 
 CONVERSATIONS = RecordKind(conversation_of, noted, encoded)
