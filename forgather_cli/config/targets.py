@@ -28,14 +28,11 @@ _CALLS = {
     "loss": _Call(offered=("num_items_in_batch",)),
     "callbacks": _Call(),
     "model_splitter": _Call(("model", "stages")),
-    "loss.variant": _Call(
-        (
-            *(f"{model}_{side}" for model in ("policy", "reference") for side in ("chosen", "rejected")),
-            "chosen_lengths",
-            "rejected_lengths",
-        )
-    ),
-}
+    "loss.variant": _Call((
+        "policy_chosen", "policy_rejected", "reference_chosen", "reference_rejected", "chosen_lengths",
+        "rejected_lengths",
+    )),
+}  # fmt: skip
 
 
 def target_problems(config: Config) -> list[str]:

@@ -27,7 +27,7 @@ from forgather_cli.errors import DataError, ModelError
 from forgather_cli.hardware import without_auto
 from forgather_cli.hub import with_local_model
 from forgather_cli.inference.source import Located, is_quantized, load_located, locate
-from forgather_cli.loss.base import Knowledge, Loss
+from forgather_cli.loss.base import Loss
 from forgather_cli.loss.build import build_loss
 from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.models.build import construct, directory_option, fill, most_tokens
@@ -98,7 +98,7 @@ def evaluate_source(
     loss = build_loss(config.loss, device=device)
     if loss.data is not None:
         identity = {} if found.reader is None else found.reader.identity()
-        data = replace(data, eval=loss.data(data.eval, Knowledge(config, data.fingerprint, identity)))
+        data = replace(data, eval=loss.data(data.eval, config.data, data.fingerprint, identity))
     token_bytes = token_bytes_of(data.tokenizer, loss)
     loss.eval_metrics = seen = EvalMetrics(device, token_bytes, len(getattr(data.eval, "task_names", ())))
     strategy = build_strategy(config, loss=loss)

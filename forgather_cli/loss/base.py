@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,16 +44,6 @@ class NamedSums:
         columns += torch.stack([sums, count.expand(len(names))]).to(columns.dtype)
 
 
-class Knowledge(NamedTuple):
-    """What is known where a checkpoint is evaluated."""
-
-    config: Any
-    fingerprint: str | None
-    """Of the data."""
-    identity: Mapping[str, Any]
-    """Of the checkpoint; empty of a model directory."""
-
-
 class Loss(ABC):
     """What is minimised: a sum over the targets of a batch."""
 
@@ -69,9 +59,10 @@ class Loss(ABC):
     """Of the batch that comes next its units, and the tensors for the loss alone; None of a loss that reads none."""
     without_dropout: bool = False
     """It compares what the model says with what it has said before, so nothing may be dropped."""
-    data: Callable[[Any, Knowledge | None], Any] | None = None
+    data: Callable[..., Any] | None = None
     """Makes of a dataset the one whose batches have what the loss alone reads: once it is computed
-    (``before_training``), or of an evaluation split where a checkpoint knows it. Raises SetupError.
+    (``before_training``), or of the evaluation split of a checkpoint, which is given the data's option and fingerprint
+    and the checkpoint's identity (empty of a model directory). Raises SetupError.
     """
     before_training: Callable[[Any, Any], None] | None = None
     """Collective, before the first step, with the loop and the reader of the checkpoint that it goes on from, if any.

@@ -18,7 +18,7 @@ from forgather_cli.distributed import gather
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.hardware import chunk_tokens, gpu_of
 from forgather_cli.labels import FOR_LOSS, IGNORED, UNITS, shifted
-from forgather_cli.loss.base import Knowledge, Loss, head_and_hidden
+from forgather_cli.loss.base import Loss, head_and_hidden
 from forgather_cli.loss.model_io import logits_of
 
 REFERENCE = f"{FOR_LOSS}reference"
@@ -54,12 +54,12 @@ class DPO(Loss):
     def check(self, model: nn.Module) -> None:
         """Any model will do."""
 
-    def data(self, dataset: Any, known: Knowledge | None) -> Any:
+    def data(self, dataset: Any, *known: Any) -> Any:
         from forgather_cli.preference.reference import PairsWithReference, values_of_checkpoint
 
         made = PairsWithReference(dataset)
-        if known is not None and self.has_reference:
-            made.values[:] = values_of_checkpoint(known, self.reference)
+        if known and self.has_reference:
+            made.values[:] = values_of_checkpoint(self.reference, *known)
         return made
 
     def before_training(self, loop: Any, reader: Any) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain, repeat
@@ -38,7 +38,6 @@ from forgather_cli.distributed import gather, on_rank_0
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import CheckpointError, DataError, ModelError
 from forgather_cli.labels import LENGTHS, SOURCES
-from forgather_cli.loss.base import Knowledge
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.preference.loss import DPO, REFERENCE
@@ -114,21 +113,19 @@ def find_or_compute(loss: DPO, loop: Any, reader: Any) -> None:
         key = digest([1, weights, content, *precisions, torch.get_float32_matmul_precision()])
         key, checksum = known.get(name, (key, None))
         values = on_rank_0(partial(_read, cache, key, checksum), run.cpu_group)
-        if values is None and not (known and loss.reference is None):
-            other = other or (None if loss.reference is None else _other_model(loss, run))
+        if values is None and not known:
             values = _compute(loss, run, other or run.strategy, data, cache, key, name)
             if values is None:
                 return
-            on_rank_0(partial(_write, cache, key, values), run.cpu_group)
-        now = None if values is None else hashlib.sha256(values.tobytes()).hexdigest()
-        if now is None or now != (checksum or now):
+            values = on_rank_0(partial(_written, cache, key, values), run.cpu_group)
+        if values is None:
             raise CheckpointError(
                 f"loss=dpo: what the reference said of the {name} pairs when the run began is no more in {cache.root} "
                 f"(references/{key}); begin the run once more with another output_dir and max_steps=1, which computes "
                 "it again, and then resume this one"
             )
         data.values[:] = torch.from_numpy(values)
-        found[name] = key, now
+        found[name] = key, hashlib.sha256(values.tobytes()).hexdigest()
         if run.world.rank == 0:
             log.info("the reference's log-probabilities of %d %s pairs: references/%s", len(values), name, key)
     facts["reference"] = found
@@ -136,12 +133,12 @@ def find_or_compute(loss: DPO, loop: Any, reader: Any) -> None:
         loss.check_first_step()
 
 
-def values_of_checkpoint(known: Knowledge, path: str | None) -> Tensor:
+def values_of_checkpoint(path: str | None, option: Any, fingerprint: str | None, identity: Mapping[str, Any]) -> Tensor:
     """What the reference of a checkpoint's run said of its evaluation split. Raises ModelError."""
-    saved = known.identity.get("data") or {}
+    saved = identity.get("data") or {}
     reference = saved.get("reference") or {"path": None}
-    cache, values = Cache(getattr(known.config.data, "cache_dir", None)), None
-    if "eval" in reference and reference["path"] == path and saved.get("fingerprint") == known.fingerprint:
+    cache, values = Cache(getattr(option, "cache_dir", None)), None
+    if "eval" in reference and reference["path"] == path and saved.get("fingerprint") == fingerprint:
         values = _read(cache, *reference["eval"])
     if values is None:
         raise ModelError(
@@ -163,20 +160,25 @@ def _read(cache: Cache, key: str, checksum: str | None) -> Any:
     return np.frombuffer(content).reshape(-1, 2).copy()
 
 
-def _write(cache: Cache, key: str, values: Any) -> None:
+def _written(cache: Cache, key: str, values: Any) -> Any:
+    """What lies in the cache then: values, or those of a run that has computed them at the same time."""
+
     def write(directory: Path) -> dict[str, Any]:
         content = values.tobytes()
         (directory / "values").write_bytes(content)
         return {"sha256": hashlib.sha256(content).hexdigest()}
 
     cache.build_once("references", key, write)
+    return _read(cache, key, None)
 
 
 def _weights_of(run: TrainingRun, strategy: Strategy) -> str:
     """Collective. A digest of all parameters, whatever a rank holds of them, of the model's settings, which may make
     another model of them, and of the adapter with its base."""
     whole = FullParameters(SimpleNamespace(run=run, strategy=strategy)).tensors()
-    facts = [repr(getattr(strategy.parts[0], name, None)) for name in ("settings", "config")]  # transformers' is config
+    facts: list[Any] = [
+        repr(getattr(strategy.parts[0], name, None)) for name in ("settings", "config")
+    ]  # transformers' is config
     facts += [] if strategy is not run.strategy else [repr(run.config.adapter), run.base]
     return digest([[[name, str(t.dtype), list(t.shape), checksums({name: t})[name]] for name, t in whole], facts])
 

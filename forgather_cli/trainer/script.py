@@ -152,7 +152,7 @@ class Trainer(Loop):
         )  # fmt: skip
         if self._settings_loss is not None and (data := self._settings_loss.data) is not None:
             self.train_dataset, self.eval_dataset = (
-                s if s is None else data(s, None) for s in (train_dataset, eval_dataset)
+                s if s is None else data(s) for s in (train_dataset, eval_dataset)
             )
         if objects.init_weights is not init_weights:  # made on meta: parameters are empty
             self.load_checkpoint(self.args.resume_from_checkpoint)

@@ -17,6 +17,8 @@ from program import Process, forgather, refusal
 from safetensors.torch import load_file
 
 from forgather_cli.callbacks.base import TrainerCallback
+from forgather_cli.data.cache import Cache
+from forgather_cli.preference.reference import _written
 from forgather_cli.run_dir import RunDir
 
 LN_2 = 0.69314718
@@ -243,6 +245,12 @@ def test_the_same_weights_in_another_model_have_a_reference_of_their_own() -> No
     train("second", "loss.reference=other", "max_steps=1")
     assert logged("second", "rewards/chosen")[1] != logged("first", "rewards/chosen")[1]
     assert logged("second", "logps/chosen")[1] == logged("first", "logps/chosen")[1]
+
+
+def test_runs_that_compute_it_at_the_same_time_have_the_values_of_the_first() -> None:
+    one, other = np.array([[-1.0, -2.0]]), np.array([[-1.0, -2.1]])
+    assert _written(Cache("cache"), "key", one).tolist() == one.tolist()
+    assert _written(Cache("cache"), "key", other).tolist() == one.tolist()
 
 
 def test_a_resume_needs_the_reference_that_the_run_began_with(capsys: pytest.CaptureFixture[str]) -> None:
