@@ -5,7 +5,8 @@ It is computed once, before the first step, by the code that the policy goes thr
     <cache_dir>/references/<key>/values    (pairs, 2) fp64: log-probabilities of the chosen and the rejected sides
     <cache_dir>/references/.tmp-<key>/     what ranks have computed so far, which a later start goes on with
 
-The key is of the weights, the data with their template, and the precision. Checkpoints have it with a checksum.
+The key is of the weights, the model's settings, the data with their template, and the precision.
+Checkpoints have it with a checksum.
 
 Legend: B rows, P pairs of a row at most.
 """
@@ -176,10 +177,8 @@ def _weights_of(run: TrainingRun, strategy: Strategy) -> str:
     """Collective. A digest of all parameters, whatever a rank holds of them, of the model's settings, which may make
     another model of them, and of the adapter with its base."""
     whole = FullParameters(SimpleNamespace(run=run, strategy=strategy)).tensors()
-    facts: list[Any] = [
-        repr(getattr(strategy.parts[0], name, None)) for name in ("settings", "config")
-    ]  # transformers' is config
-    facts += [] if strategy is not run.strategy else [repr(run.config.adapter), run.base]
+    facts: list[Any] = [repr(getattr(strategy.parts[0], name, None)) for name in ("settings", "config")]
+    facts += [repr(run.config.adapter), run.base] if strategy is run.strategy else []
     return digest([[[name, str(t.dtype), list(t.shape), checksums({name: t})[name]] for name, t in whole], facts])
 
 
@@ -219,11 +218,10 @@ def _compute(loss: DPO, run: TrainingRun, strategy: Strategy, data: Any, cache: 
                 strategy.loss(batch)
                 if counted and seen:  # on ranks with the loss
                     sums = torch.cat([each for each, *_ in seen]).double().cpu().numpy()
-                    record = np.empty(sum(len(data.row_pairs(row)) for row in rows), _RECORD)
+                    sizes = [len(data.row_pairs(row)) for row in rows]
+                    record = np.empty(sum(sizes), _RECORD)
                     record["pair"] = _pairs(data, rows)
-                    record["values"] = np.concatenate(
-                        [s[: len(data.row_pairs(r))] for s, r in zip(sums, rows, strict=True)]
-                    )
+                    record["values"] = np.concatenate([s[:n] for s, n in zip(sums, sizes, strict=True)])
                     out.write(record.tobytes())
                     out.flush()
                     made.append(record)
