@@ -114,13 +114,13 @@ def stretch_of(
 def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, seq_len: int) -> list[SourceUse]:
     """Of a run that is at ``step`` of ``total`` at a position, with ``batch`` sequences in each step from there on."""
     last = position + (total - step) * batch
-    counts, places, uses = mixture.counts(last), mixture.places(last), []
+    counts, uses = mixture.counts(last), []
     ends = {name: step - (position - at) // batch for at, name in mixture.ends if at <= last}
-    for name, supply in mixture.stretches[-1].sources.items():
-        number, (epoch, index) = counts[name], places[name]
-        share, passes = number / max(sum(counts.values()), 1), epoch + index / supply.samples
+    for name, passes in mixture.passes(last).items():
+        number = counts[name]
+        share = number / max(sum(counts.values()), 1)
         uses.append(SourceUse(name, number, number * seq_len, share, passes, ends.get(name)))
-        if supply.max_epochs is None and passes > _MANY:
+        if mixture.stretches[-1].sources[name].max_epochs is None and passes > _MANY:
             told = "data.sources.%s: is read %.1f times over the run without max_epochs; set it, or lower the weight"
             _log.warning(told, name, passes)
     return uses
@@ -180,10 +180,7 @@ class MixtureSteps(MapStyleSteps):
         if replace(mixture.stretches[-1], begin=at) != new:
             mixture = mixture.appended(new)
         if not known and mixture.end < batch and self._share.drop_last:
-            raise DataError(
-                f"global_batch_size: {batch} sequences per step, but the sources end after {mixture.end}; lower it, or "
-                "set dataloader_drop_last=false"
-            )
+            raise DataError(f"global_batch_size: {batch}, but the sources end after {mixture.end} sequences; lower it")
         if total and not self.facts:
             uses = uses_of(mixture, at, step, total, batch, self._data.seq_len)
             self.facts = {f"source {each.name}": str(each) for each in uses}
@@ -196,11 +193,7 @@ class MixtureSteps(MapStyleSteps):
         return self._share.num_steps(max(left, 0), self._share.global_batch)
 
     def passes(self, position: Position) -> dict[str, float]:
-        if "ranges" in position:
-            return {}
-        mixture = self._mixture(position["stretches"])
-        places, last = mixture.places(position["position"]), mixture.stretches[-1].sources
-        return {name: places[name][0] + places[name][1] / last[name].samples for name in self.names}
+        return {} if "ranges" in position else self._mixture(position["stretches"]).passes(position["position"])
 
     def _mixture(self, stretches: list[Any]) -> Mixture:
         if self._known is None or (self._known[0] is not stretches and self._known[0] != stretches):
