@@ -233,11 +233,10 @@ class MixtureSteps(MapStyleSteps):
             at = position["epoch"] * self._length + position["sample"]
             position = {**self.settled(position, 0, 0), "position": at}
         mixture, dealt = self._mixture(position["stretches"]), np.empty(0, np.int64)
-        while position["sample"] + (batch if share.drop_last else 1) <= self._length:
+        least = batch if share.drop_last else 1
+        while position["sample"] + least <= self._length and position["position"] + least <= mixture.end:
             begin = position["position"]
             count = min(batch, mixture.end - begin)
-            if count < (batch if share.drop_last else 1):
-                return
             if len(dealt) < count:
                 dealt = self._numbers(mixture, begin, min(begin + max(batch, _TOGETHER), mixture.end))
             part = share.of(count)

@@ -105,7 +105,7 @@ def _sum(counts: Iterable[Any]) -> int | None:
     return None if None in known else sum(known)
 
 
-def _check_like_others(splits: DataSplits, tokenizer: Any, seq_len: int) -> None:
+def _check_like_others(splits: DataSplits, tokenizer: Tokenizer, seq_len: int) -> None:
     """Raise DataError for data of the user's that do not go with those of other sources."""
     from forgather_cli.data.loaders.map_style import is_map_style
 
@@ -115,8 +115,7 @@ def _check_like_others(splits: DataSplits, tokenizer: Any, seq_len: int) -> None
         raise DataError("data._target_: it has no samples; give it some, or leave the source out")
     if splits.seq_len != seq_len:
         raise DataError(f"data._target_: its samples have {splits.seq_len} tokens, got data.seq_len={seq_len}; set one")
-    own, common = (getattr(each, "fingerprint", None) for each in (splits.tokenizer, tokenizer))
-    if splits.tokenizer is not None and own != common:
+    if splits.tokenizer is not None and getattr(splits.tokenizer, "fingerprint", None) != tokenizer.fingerprint:
         raise DataError(
             "data._target_: its tokenizer is unlike the other sources'; make it with that of data.tokenizer"
         )
