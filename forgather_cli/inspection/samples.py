@@ -28,7 +28,7 @@ from forgather_cli.data.tokens import Split
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.inspection.origins import Origins, Place
 from forgather_cli.labels import IGNORED, SOURCES
-from forgather_cli.plan.run import batch_and_steps
+from forgather_cli.launch.layout import batch_and_steps
 
 _BLOCK = 1 << 18  # samples of an order that are looked through at once
 
@@ -204,7 +204,7 @@ class Samples:
         """``counts``: of the row alone, where they are known. ``number``: the dataset's own; -1 of data without."""
         if self.sources:
             source, number = batch[SOURCES][row].tolist()
-            name, inner = list(self.sources.items())[source]
+            name, inner = list(self.sources.items())[int(source)]
             return replace(inner._sample(index, batch, row, counts, number), mixture_source=name)
         labels = batch["labels"][row]
         is_target = labels != IGNORED

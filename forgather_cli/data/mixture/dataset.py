@@ -31,7 +31,7 @@ from forgather_cli.labels import LENGTHS, SOURCES
 
 _TOGETHER = 4096  # positions that are dealt at once
 _AHEAD = 16  # steps whose tallies are kept: more than are read before one is trained on
-_MANY = 4  # passes, beyond which data teach ever less (Muennighoff et al. 2023, arXiv:2305.16264)
+_MANY_PASSES = 4  # beyond which data teach ever less (Muennighoff et al. 2023, arXiv:2305.16264)
 _log = logging.getLogger(__name__)
 
 
@@ -120,7 +120,7 @@ def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, 
         number = counts[name]
         share = number / max(sum(counts.values()), 1)
         uses.append(SourceUse(name, number, number * seq_len, share, passes, ends.get(name)))
-        if mixture.stretches[-1].sources[name].max_epochs is None and passes > _MANY:
+        if mixture.stretches[-1].sources[name].max_epochs is None and passes > _MANY_PASSES:
             told = "data.sources.%s: is read %.1f times over the run without max_epochs; set it, or lower the weight"
             _log.warning(told, name, passes)
     return uses

@@ -28,7 +28,7 @@ class MixtureSource(DataSource[MixtureSettings]):
         option, made = self.option, dict[str, DataSplits]()
         tokenizer, sources = self._sources(cache)
         for name, source in sources.items():
-            with _told_of(name, option.sources[name]):
+            with _named_in_errors(name, option.sources[name]):
                 made[name] = source.load(cache)
                 _check_like_others(made[name], tokenizer, option.seq_len)
         supplies = supplies_of(option, {name: len(splits.train) for name, splits in made.items()})
@@ -83,7 +83,7 @@ class MixtureSource(DataSource[MixtureSettings]):
         option, names, directory = self.option, sorted(self.option.sources), self.option.tokenizer
         corpora, chats = list[Documents](), list[Chats]()
         for name in names if directory == "bpe" else ():
-            with _told_of(name, option.sources[name]):
+            with _named_in_errors(name, option.sources[name]):
                 source = option.option(name, tokenizer="bytes")  # as good as any to find text
                 if source.is_chats:
                     chats.append(find_chats(source, cache, self.model_tokens))
@@ -122,7 +122,7 @@ def _check_like_others(splits: DataSplits, tokenizer: Tokenizer, seq_len: int) -
 
 
 @contextmanager
-def _told_of(name: str, source: Any) -> Iterator[None]:
+def _named_in_errors(name: str, source: Any) -> Iterator[None]:
     """What is wrong with a source is said with its name."""
     try:
         yield
