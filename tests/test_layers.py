@@ -43,7 +43,7 @@ ALLOWED = {
         "control.server", "data.cache", "launch.exit_status", "launch.layout", "launch.processes", "launch.run_lock",
         "runs.find", "runs.summary",
     },
-    "inspection": {"data", "plan.run"},
+    "inspection": {"data", "launch.layout"},
     "launch": {"checkpoint.choice", "config", "distributed"},
     "plan": {
         "adapters.layers", "adapters.nf4", "cli.output", "cli.words", "config.batch", "config.decided", "config.decode",

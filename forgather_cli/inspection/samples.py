@@ -28,8 +28,8 @@ from forgather_cli.data.text.pieces import letters_of, pieces_of, special_ids
 from forgather_cli.data.tokens import Split
 from forgather_cli.errors import ConfigError, DataError
 from forgather_cli.inspection.origins import Origins, Place
-from forgather_cli.labels import IGNORED, UNITS
-from forgather_cli.plan.run import batch_and_steps
+from forgather_cli.labels import IGNORED, SOURCES, UNITS
+from forgather_cli.launch.layout import batch_and_steps
 
 _BLOCK = 1 << 18  # samples of an order that are looked through at once
 
@@ -153,6 +153,7 @@ class Samples:
             shuffle=is_train,
             set_dataset_epoch=is_train,
         )
+        loader.data.keeps_sources = True
         number = 0
         if self.length is not None and first < self.length:
             number = first
@@ -160,16 +161,15 @@ class Samples:
             if getattr(self._config.data, "weight_schedule", None):  # what stands where depends on steps
                 plan, steps = batch_and_steps(self._config, self._train_samples)
                 run = TrainLoader(self._dataset, global_batch_size=plan.global_batch, micro_batch_size=1, seed=0)
-                position = _moved(run.data.settled(run.state_dict(), 0, steps or 0), first)
+                position = {**run.data.settled(run.state_dict(), 0, steps or 0), "sample": first, "position": first}
             loader.load_state_dict(position)
         for step in loader if self.length is None or first < self.length else ():
             for batch in step.microbatches:
                 rows = len(next(iter(batch.values())))  # more than one in ready batches of a user's
                 for row in range(rows):
                     if number >= first:
-                        counts, after = step.counts if rows == 1 else None, loader.state_dict()
-                        [own] = loader.samples_between(_moved(after, -1), after) or [-1]
-                        yield self._sample(number, batch, row, counts, own)
+                        [own] = self._order[number : number + 1] or [-1]
+                        yield self._sample(number, batch, row, step.counts if rows == 1 else None, own)
                     number += 1
         if number <= first:
             count = self.length or number
@@ -208,11 +208,10 @@ class Samples:
 
     def _sample(self, index: int, batch: Batch, row: int, counts: Counts | None, number: int) -> ShownSample:
         """``counts``: of the row alone, where they are known. ``number``: the dataset's own; -1 of data without."""
-        for name, inner in self.sources.items():
-            assert inner.length is not None
-            if number < inner.length:
-                return replace(inner._sample(index, batch, row, counts, number), mixture_source=name)
-            number -= inner.length
+        if self.sources:
+            source, number = batch[SOURCES][row].tolist()
+            name, inner = list(self.sources.items())[int(source)]
+            return replace(inner._sample(index, batch, row, counts, number), mixture_source=name)
         labels = batch["labels"][row]
         is_target = labels != IGNORED
         mask = batch.get("attention_mask")
@@ -312,7 +311,3 @@ def _told_apart(ids: list[int], owners: list[int | None], num_pairs: int) -> dic
             for begin, (start, stop) in zip(begins, (spans[:2], spans[2:]), strict=True):
                 differs[begin + start : begin + stop] = [kind != "equal"] * (stop - start)
     return {"sides": ["chosen", "rejected"] * num_pairs, "differs": differs}
-
-
-def _moved(position: Position, by: int) -> Position:
-    return {key: value + by if key in ("sample", "position") else value for key, value in position.items()}

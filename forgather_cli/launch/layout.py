@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.rules import world_problems
 from forgather_cli.config.schema import Config, value_at
 from forgather_cli.errors import ConfigError
@@ -140,3 +142,17 @@ def gpus() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return []
     return [str(n) for n in range(sum(line.startswith("GPU ") for line in found.stdout.splitlines()))]
+
+
+def batch_and_steps(config: Config, samples: int | None) -> tuple[BatchPlan, int | None]:
+    """Of a run with so many training samples. Its optimizer steps are None where the length of an epoch is unknown."""
+    ranks = config.trainer.shard if config.trainer.cuts_layers else plan_layout(config).world
+    batch = batch_plan(config, ranks, multiple_of=config.trainer.n_microbatches)
+    if config.max_steps > 0:
+        return batch, config.max_steps
+    per_epoch, size = config.epoch_train_steps, batch.global_batch
+    if per_epoch is None and samples is not None:
+        per_epoch = samples // size if config.dataloader_drop_last else -(-samples // size)
+    if per_epoch is None or config.num_train_epochs < 0:
+        return batch, None
+    return batch, math.ceil(per_epoch * config.num_train_epochs - 1e-9)

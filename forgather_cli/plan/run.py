@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from forgather_cli.config.batch import BatchPlan, batch_plan
 from forgather_cli.config.decided import decided
 from forgather_cli.config.pipeline_layout import Stage, bubble
 from forgather_cli.config.schema import (
@@ -20,7 +18,7 @@ from forgather_cli.config.schema import (
 )
 from forgather_cli.errors import ConfigError
 from forgather_cli.hub import with_local_model
-from forgather_cli.launch.layout import plan_layout
+from forgather_cli.launch.layout import batch_and_steps, plan_layout
 from forgather_cli.plan import memory, pipeline
 from forgather_cli.plan.activations import activations_of, paired_activations
 from forgather_cli.plan.memory import RankMemory
@@ -246,17 +244,3 @@ def _vocabulary(config: Config, source: DataSource[Any], counts: dict[str, int |
         return known, 0
     known, num_new = source.vocabulary()
     return own_vocab_size(config.model) if known is None else known, num_new
-
-
-def batch_and_steps(config: Config, samples: int | None) -> tuple[BatchPlan, int | None]:
-    """Of a run with so many training samples. Its optimizer steps are None where the length of an epoch is unknown."""
-    ranks = config.trainer.shard if config.trainer.cuts_layers else plan_layout(config).world
-    batch = batch_plan(config, ranks, multiple_of=config.trainer.n_microbatches)
-    if config.max_steps > 0:
-        return batch, config.max_steps
-    per_epoch, size = config.epoch_train_steps, batch.global_batch
-    if per_epoch is None and samples is not None:
-        per_epoch = samples // size if config.dataloader_drop_last else -(-samples // size)
-    if per_epoch is None or config.num_train_epochs < 0:
-        return batch, None
-    return batch, math.ceil(per_epoch * config.num_train_epochs - 1e-9)

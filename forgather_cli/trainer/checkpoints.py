@@ -129,7 +129,7 @@ class Checkpoints:
         )
 
     def note_data(self, *, starts: bool = False) -> None:
-        """Collective. Have the data write what was read of them, where they do that (``Unscheduled.note``)."""
+        """Collective. Have the data write what was read of them, where they do that (``TrainingSteps.note``)."""
         run = self._run
         path = run.run_dir.mixture if run.world.rank == 0 else None
         run.epochs.loader.data.note(run.epochs.state_dict(), run.state.global_step, path, run.cpu_group, starts=starts)

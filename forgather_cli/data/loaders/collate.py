@@ -200,8 +200,10 @@ class Share:
         return max(1, self.global_batch // (self.micro_batch * self.size)) * self.size
 
 
-class Unscheduled:
-    """Data whose order does not depend on the steps of the run, and which never end for good."""
+class TrainingSteps:
+    """What a ``TrainLoader`` reads, a global batch for each step of a training. As it stands here: data that are no
+    mixture, whose order does not depend on the steps of the run, and which never end for good.
+    """
 
     names: Sequence[str] = ()
     """Of the sources of a mixture."""

@@ -21,7 +21,7 @@ from forgather_cli.data.loaders.collate import (
     CollateFn,
     Position,
     Share,
-    Unscheduled,
+    TrainingSteps,
     as_batch,
     default_collate,
     is_batch,
@@ -53,7 +53,7 @@ class FirstRound:
         return [rank for rank, count in enumerate(self.have) if not count]
 
 
-class IterableRounds(Unscheduled):
+class IterableRounds(TrainingSteps):
     """Iterable data in rounds; making one is collective where there are several ``ranks``.
 
     ``name``: of the dataset, for messages; ``check`` raises DataError for a first round that is too small; ``chunk``:

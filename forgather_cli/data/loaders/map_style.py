@@ -16,7 +16,7 @@ from forgather_cli.data.loaders.collate import (
     CollateFn,
     Position,
     Share,
-    Unscheduled,
+    TrainingSteps,
     as_batch,
     default_collate,
     is_batch,
@@ -125,7 +125,7 @@ class _Requests:
         return iter(self.requests)
 
 
-class MapStyleSteps(Unscheduled):
+class MapStyleSteps(TrainingSteps):
     """Map-style data, a global batch for each training step. ``lengths`` (samples,) groups samples of like length."""
 
     is_sharded = False

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from forgather_cli.data.mixture.stretches import Ints, Mixture, Stretch
 from forgather_cli.data.order import mix
-from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
+from forgather_cli.documents.regular_files import append, read_bytes, write_whole
 from forgather_cli.errors import DataError
 
 _TOGETHER = 1 << 16  # positions that are compared at once
@@ -36,16 +36,13 @@ def tally(samples: Ints, num_sources: int) -> Tally:
 
 def write(line: Mapping[str, Any], path: Path) -> None:
     """Add a line; one of a start cuts those behind its position."""
-    with suppress(OSError):  # a save that follows will say so
-        try:
-            if line["starts"] and path.exists():
-                known = {text: json.loads(text) for text in read_bytes(path).split(b"\n")[:-1]}
-                at, step = line["position"], line["step"]
-                # one of this step or before is behind a position that was moved back, and tells of it
-                kept = [text for text, of in known.items() if of["step"] <= step or of["position"] <= at]
-                write_whole(path, b"".join(text + b"\n" for text in kept))
-        except (LookupError, TypeError, ValueError) as error:
-            set_aside(path, f"{path}: is damaged ({error})")
+    with suppress(OSError, LookupError, TypeError, ValueError):  # a save that follows, or the audit, will say so
+        if line["starts"] and path.exists():
+            known = {text: json.loads(text) for text in read_bytes(path).split(b"\n")[:-1]}
+            at, step = line["position"], line["step"]
+            # one of this step or before is behind a position that was moved back, and tells of it
+            kept = [text for text, of in known.items() if of["step"] <= step or of["position"] <= at]
+            write_whole(path, b"".join(text + b"\n" for text in kept))
         append(path, json.dumps(line).encode() + b"\n", durable=True)
 
 

@@ -31,7 +31,7 @@ from forgather_cli.labels import LENGTHS, SOURCES
 
 _TOGETHER = 4096  # positions that are dealt at once
 _AHEAD = 16  # steps whose tallies are kept: more than are read before one is trained on
-_MANY = 4  # passes, beyond which data teach ever less (Muennighoff et al. 2023, arXiv:2305.16264)
+_MANY_PASSES = 4  # beyond which data teach ever less (Muennighoff et al. 2023, arXiv:2305.16264)
 _log = logging.getLogger(__name__)
 
 
@@ -123,13 +123,13 @@ def stretch_of(
 def uses_of(mixture: Mixture, position: int, step: int, total: int, batch: int, seq_len: int) -> list[SourceUse]:
     """Of a run that is at ``step`` of ``total`` at a position, with ``batch`` sequences in each step from there on."""
     last = position + (total - step) * batch
-    counts, places, uses = mixture.counts(last), mixture.places(last), []
+    counts, uses = mixture.counts(last), []
     ends = {name: step - (position - at) // batch for at, name in mixture.ends if at <= last}
-    for name, supply in mixture.stretches[-1].sources.items():
-        number, (epoch, index) = counts[name], places[name]
-        share, passes = number / max(sum(counts.values()), 1), epoch + index / supply.samples
+    for name, passes in mixture.passes(last).items():
+        number = counts[name]
+        share = number / max(sum(counts.values()), 1)
         uses.append(SourceUse(name, number, number * seq_len, share, passes, ends.get(name)))
-        if supply.max_epochs is None and passes > _MANY:
+        if mixture.stretches[-1].sources[name].max_epochs is None and passes > _MANY_PASSES:
             told = "data.sources.%s: is read %.1f times over the run without max_epochs; set it, or lower the weight"
             _log.warning(told, name, passes)
     return uses
@@ -189,10 +189,7 @@ class MixtureSteps(MapStyleSteps):
         if replace(mixture.stretches[-1], begin=at) != new:
             mixture = mixture.appended(new)
         if not known and mixture.end < batch and self._share.drop_last:
-            raise DataError(
-                f"global_batch_size: {batch} sequences per step, but the sources end after {mixture.end}; lower it, or "
-                "set dataloader_drop_last=false"
-            )
+            raise DataError(f"global_batch_size: {batch}, but the sources end after {mixture.end} sequences; lower it")
         if total and not self.facts:
             uses = uses_of(mixture, at, step, total, batch, self._data.seq_len)
             self.facts = {f"source {each.name}": str(each) for each in uses}
@@ -205,11 +202,7 @@ class MixtureSteps(MapStyleSteps):
         return self._share.num_steps(max(left, 0), self._share.global_batch)
 
     def passes(self, position: Position) -> dict[str, float]:
-        if "ranges" in position:
-            return {}
-        mixture = self._mixture(position["stretches"])
-        places, last = mixture.places(position["position"]), mixture.stretches[-1].sources
-        return {name: places[name][0] + places[name][1] / last[name].samples for name in self.names}
+        return {} if "ranges" in position else self._mixture(position["stretches"]).passes(position["position"])
 
     def _mixture(self, stretches: list[Any]) -> Mixture:
         if self._known is None or (self._known[0] is not stretches and self._known[0] != stretches):
@@ -249,11 +242,10 @@ class MixtureSteps(MapStyleSteps):
             at = position["epoch"] * self._length + position["sample"]
             position = {**self.settled(position, 0, 0), "position": at}
         mixture, dealt = self._mixture(position["stretches"]), np.empty(0, np.int64)
-        while position["sample"] + (batch if share.drop_last else 1) <= self._length:
+        least = batch if share.drop_last else 1
+        while position["sample"] + least <= self._length and position["position"] + least <= mixture.end:
             begin = position["position"]
             count = min(batch, mixture.end - begin)
-            if count < (batch if share.drop_last else 1):
-                return
             if len(dealt) < count:
                 dealt = self._numbers(mixture, begin, min(begin + max(batch, _TOGETHER), mixture.end))
             part = share.of(count)

@@ -39,7 +39,6 @@ from __future__ import annotations
 
 from heapq import heappop, heappush, heappushpop
 from itertools import accumulate, pairwise
-from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,7 +48,6 @@ from forgather_cli.data.mixture.quotas import Quotas
 
 FIRST_BLOCK, LARGEST_BLOCK = 1 << 12, 1 << 18
 """Borders are these and the powers of two between them, then the multiples of the largest. They are format."""
-_SMALL = 1 << 62 - 19  # what times a block's length is below 2**62
 
 
 class _Copy(NamedTuple):
@@ -158,15 +156,12 @@ class Dealing:
             if start == begin:
                 releases.append(np.zeros(int(value % unit > 0), np.int64))
             if rate:
-                # The quota has reached k more whole copies (k * over - share) / under positions behind the start; only
-                # share may be no whole number, and rounded as the quotient is it changes nothing.
-                over, under = unit // gcd(rate, unit), rate // gcd(rate, unit)
-                low, high = value % unit * over // unit, -(-(value % unit) * over // unit)
-                kind = np.int64 if over < _SMALL else object
-                k = np.arange(1, after // unit - value // unit + 1).astype(kind)
-                deadlines.append(start - begin - (low - k * over) // under)
-                k = np.arange(-(-value // unit), -(-after // unit)).astype(kind) - value // unit
-                releases.append(start - begin + (k * over - high) // under)
+                # the quota has reached k more whole copies (k * unit - share) / rate positions behind the start
+                share = value % unit
+                k = np.arange(1, after // unit - value // unit + 1).astype(object)  # no number is too large
+                deadlines.append(start - begin - (share - k * unit) // rate)
+                k = np.arange(-(-value // unit), -(-after // unit)).astype(object) - value // unit
+                releases.append(start - begin + (k * unit - share) // rate)
         deadlines.append(np.full(int(after % unit > 0), end - begin))
         return np.concatenate(releases).astype(np.int64), np.concatenate(deadlines).astype(np.int64)
 

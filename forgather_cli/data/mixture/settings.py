@@ -102,9 +102,8 @@ class MixtureSettings(DataSettings):
 
     @property
     def nothing_held_out(self) -> Void | None:
-        nothing = {name: source.nothing_held_out for name, source in self.sources.items()}
-        voids = [Void(f"data.sources.{name}.{void.because[5:]}", void.remedy) for name, void in nothing.items() if void]
-        return voids[0] if len(voids) == len(nothing) and voids else None
+        has_some = any(source.nothing_held_out is None for source in self.sources.values())
+        return None if has_some else Void("data.sources", "set eval_fraction=0.05 in one of them")
 
     def option(self, name: str, **found: Any) -> Any:
         """A source with what stands above. ``found``: what follows for it from others."""

@@ -28,7 +28,7 @@ class MixtureSource(DataSource[MixtureSettings]):
         option, made = self.option, dict[str, DataSplits]()
         tokenizer, sources = self._sources(cache)
         for name, source in sources.items():
-            with _told_of(name, option.sources[name]):
+            with _named_in_errors(name, option.sources[name]):
                 made[name] = source.load(cache)
                 _check_like_others(made[name], tokenizer, option.seq_len)
         supplies = supplies_of(option, {name: len(splits.train) for name, splits in made.items()})
@@ -84,7 +84,7 @@ class MixtureSource(DataSource[MixtureSettings]):
         option, names, directory = self.option, sorted(self.option.sources), self.option.tokenizer
         corpora, chats = list[Documents](), list[Chats]()
         for name in names if directory == "bpe" else ():
-            with _told_of(name, option.sources[name]):
+            with _named_in_errors(name, option.sources[name]):
                 source = option.option(name, tokenizer="bytes")  # as good as any to find text
                 if source.is_chats and not source.has_pairs:
                     chats.append(find_chats(source, cache, self.model_tokens))
@@ -106,7 +106,7 @@ def _sum(counts: Iterable[Any]) -> int | None:
     return None if None in known else sum(known)
 
 
-def _check_like_others(splits: DataSplits, tokenizer: Any, seq_len: int) -> None:
+def _check_like_others(splits: DataSplits, tokenizer: Tokenizer, seq_len: int) -> None:
     """Raise DataError for data of the user's that do not go with those of other sources."""
     from forgather_cli.data.loaders.map_style import is_map_style
 
@@ -116,15 +116,14 @@ def _check_like_others(splits: DataSplits, tokenizer: Any, seq_len: int) -> None
         raise DataError("data._target_: it has no samples; give it some, or leave the source out")
     if splits.seq_len != seq_len:
         raise DataError(f"data._target_: its samples have {splits.seq_len} tokens, got data.seq_len={seq_len}; set one")
-    own, common = (getattr(each, "fingerprint", None) for each in (splits.tokenizer, tokenizer))
-    if splits.tokenizer is not None and own != common:
+    if splits.tokenizer is not None and getattr(splits.tokenizer, "fingerprint", None) != tokenizer.fingerprint:
         raise DataError(
             "data._target_: its tokenizer is unlike the other sources'; make it with that of data.tokenizer"
         )
 
 
 @contextmanager
-def _told_of(name: str, source: Any) -> Iterator[None]:
+def _named_in_errors(name: str, source: Any) -> Iterator[None]:
     """What is wrong with a source is said with its name."""
     try:
         yield

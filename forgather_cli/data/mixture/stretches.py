@@ -172,6 +172,11 @@ class Mixture:
             )
         return places
 
+    def passes(self, position: int) -> dict[str, float]:
+        """How often each source of the last stretch has been read before the position."""
+        places, last = self.places(position), self.stretches[-1].sources
+        return {name: places[name][0] + places[name][1] / supply.samples for name, supply in last.items()}
+
     def _ledgers_to(self, position: int) -> list[tuple[_Ledger, int]]:
         """Those that begin up to the position, and where each stops, there at the latest."""
         stops = [*(ledger.stretch.begin for ledger in self._ledgers[1:]), position]

@@ -141,6 +141,12 @@ def test_one_source_is_shown_alone(capsys: pytest.CaptureFixture[str]) -> None:
     assert "document 0, notes, " in capsys.readouterr().out
 
 
+def test_a_mixture_has_statistics(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what nobody has told the steps of a run."""
+    data()
+    assert document(capsys, "data", "stats", "mix.yaml", *QUIET)["splits"]["train"]["samples"] > 0
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [(["mix.yaml", *QUIET, "--source", "nots"], "--source: the train split has no source 'nots'; did you mean notes?"),
