@@ -43,6 +43,8 @@ STEP_COLUMNS = _columns(
     ("step", "step", 7, "d"),
     ("epoch", "epoch", 6, ".2f"),
     ("loss", "loss", 8, ".4f"),
+    ("rewards/accuracies", "pair acc", 8, ".1%"),
+    ("rewards/margins", "margin", 8, ".4f"),
     ("bits_per_byte", "bits/byte", 9, ".4f"),
     ("grad_norm", "grad norm", 9, ".3f"),
     ("learning_rate", "lr", 8, ".2e"),

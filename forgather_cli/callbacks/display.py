@@ -30,10 +30,10 @@ def evaluation_entries(metrics: Logs) -> tuple[str, list[tuple[str, str]]]:
     values = {k.removeprefix(f"{prefix}_"): v for k, v in metrics.items() if k.startswith(f"{prefix}_")}
     runtime, speed = values.pop("runtime", None), values.pop("samples_per_second", None)
     values = {name: value for name, value in values.items() if name not in ("tokens", "targets")}
-    first = {"loss": ".4f", "bits_per_byte": ".4f", "perplexity": ".4g"}
-    ordered = {**{k: values[k] for k in first if k in values}, **values}
-    labels = {"bits_per_byte": STEP_COLUMNS["bits_per_byte"].label}
-    entries = [(labels.get(k, k), format_value(value, first.get(k, ".4g"))) for k, value in ordered.items()]
+    first = {name: STEP_COLUMNS[name] for name in ("loss", "rewards/accuracies", "rewards/margins", "bits_per_byte")}
+    ordered = {**{k: values[k] for k in (*first, "perplexity") if k in values}, **values}
+    columns = ((first.get(k) or Column(k, k), value) for k, value in ordered.items())
+    entries = [(column.label, format_value(value, column.fmt)) for column, value in columns]
     if runtime is not None:
         entries.append(("took", f"{runtime:.2f}s"))
     if speed is not None:

@@ -234,6 +234,8 @@ _SHOWN = {
     "eval_loss": "loss",
     "eval_perplexity": "perplexity",
     "eval_bits_per_byte": "bits per byte",
+    "eval_rewards/accuracies": "accuracy of pairs",
+    "eval_rewards/margins": "margin of pairs",
     "eval_accuracy": "accuracy",
     "eval_tokens": "tokens",
     "eval_targets": "targets",
@@ -263,7 +265,7 @@ def _split(data: Any, facts: dict[str, Any]) -> str | None:
 def _shown(key: str, value: Any) -> str:
     if key == "eval_runtime":
         return f"{value:.2f}s" if value < 10 else human_seconds(value)
-    if key == "eval_accuracy":
+    if key in ("eval_accuracy", "eval_rewards/accuracies"):
         return f"{value:.2%}"
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 1000 else f"{value:.6g}"

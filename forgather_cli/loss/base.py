@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from forgather_cli.errors import ModelError
 from forgather_cli.labels import FOR_LOSS, SOURCES, TASKS, UNITS, label_shift
 from forgather_cli.loss.eval_metrics import EvalMetrics
-from forgather_cli.loss.model_io import MISFITS, model_kwargs
+from forgather_cli.loss.model_io import MISFITS, ignores_documents, model_kwargs
 
 
 @dataclass
@@ -144,6 +144,7 @@ class ModelWithLoss(nn.Module):
         loss.check(model)
         self.model = model
         self.loss = loss
+        self._mixes_documents = ignores_documents(model)
         if compile_options is not None:
             if loss.kernel is not None:
                 loss.kernel = torch.compiler.disable(loss.kernel)  # type: ignore[no-untyped-call]
@@ -167,6 +168,11 @@ class ModelWithLoss(nn.Module):
 
     def forward(self, batch: dict[str, Tensor], step_targets: Tensor | None = None) -> Tensor:
         """Sum over targets, 0-dim fp32. ``step_targets``: targets of the whole step."""
+        if self._mixes_documents and "document_ids" in batch:
+            raise ModelError(
+                f"isolate_documents: {type(self.model).__name__} of transformers, as it is, lets documents of a row "
+                "see each other; have forgather_cli.compose(...) make the trainer, whose model.path names its directory"
+            )
         return batch_total(self.loss, self.model, batch, step_targets)
 
     def evaluate(self, batch: dict[str, Tensor]) -> Tensor:

@@ -44,9 +44,18 @@ def inputs_of_generation(model: nn.Module, inputs: dict[str, Tensor], **extra: A
     """``inputs``, and of ``extra`` what the forward of ``model`` names; no ``attention_mask`` where it takes none."""
     names, masks = _forward_of(getattr(model.forward, "__func__", model.forward))
     known = {key: value for key, value in inputs.items() if key != "attention_mask" or masks}
-    if any(base.__module__.startswith("transformers.") for base in type(model).__mro__):
+    if _is_of_transformers(model):
         names = names - {"cache"}  # that library's own kind (5.24)
     return known | {key: value for key, value in extra.items() if key in names}
+
+
+def ignores_documents(model: nn.Module) -> bool:
+    """Whether the class, of transformers, takes ``document_ids`` as one of any further names, and drops it."""
+    return _is_of_transformers(model) and "document_ids" not in inspect.signature(model.forward).parameters
+
+
+def _is_of_transformers(model: nn.Module) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
 
 
 @lru_cache(maxsize=64)

@@ -190,7 +190,8 @@ def _facts(made: RunPlan) -> dict[str, str]:
     steps = "until the data ends; known when the corpus is tokenized"
     if made.steps is not None:
         steps = f"{made.steps:,} steps, {human(total) if total else 'unknown'} tokens"
-        steps += f", {total / made.train_tokens:.2f} epochs" if made.train_tokens and total else ""
+        rows = made.steps * made.global_batch
+        steps += f", {rows / made.train_samples:.2f} epochs" if made.train_samples else ""
     operations, per_token = "unknown", made.flops_per_token
     if per_token is not None and made.tokens_per_step is not None:
         operations = f"{human_flops(per_token)} per token, {human_flops(per_token * made.tokens_per_step)} per step"

@@ -55,6 +55,8 @@ class RunPlan:
     tokens_per_step: int | None
     train_tokens: int | None
     """Tokens of the train split, from an existing cache."""
+    train_samples: int | None
+    """Rows of it."""
     steps: int | None
     flops_per_token: float | None
     ranks: list[RankMemory]
@@ -118,6 +120,7 @@ def make_plan(config: Config) -> RunPlan:
         global_batch=batch.global_batch,
         tokens_per_step=None if seq_len is None else batch.global_batch * (seq_len + decoder_len),
         train_tokens=counts.get("train_tokens"),
+        train_samples=counts.get("train_samples"),
         steps=steps,
         flops_per_token=None,
         ranks=[],

@@ -6,6 +6,7 @@
     scripts/crash_campaign 20 --busy                  # while other processes take every core
     scripts/crash_campaign 40 --adapters              # runs that train adapters
     scripts/crash_campaign 20 --mixtures              # runs on mixtures of sources, also killed where weights change
+    scripts/crash_campaign 12 --preferences           # runs on pairs, also killed while the reference is computed
 
 A trial draws a layout and settings (``crash_draw.py``), with the default callbacks. It kills a rank, the launcher, a
 data worker or all of them by a signal, mostly SIGKILL, inside a save more often than not, or within a second after a
@@ -13,13 +14,15 @@ resume, or twice in a row before the first checkpoint; and it resumes the run: o
 or in another one. What is left of a killed job must end within 30 s, times the processes that share each core. A run
 resumed in its layout must end with the losses, norms, samples, weights, moments and random states of an uninterrupted
 one, bit by bit; in another layout with its losses and norms within 1e-5 and 1e-4. What it has read of a mixture must be
-what the uninterrupted one has, by ``forgather data audit``. Other arguments are overrides for
-every run. Exit code 1 if a trial fails; each failure is printed with its seed, and its run is kept.
+what the uninterrupted one has, by ``forgather data audit``, and what a reference says of pairs the same. Other
+arguments are overrides for every run. Exit code 1 if a trial fails; each failure is printed with its seed, and its run
+is kept.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import re
@@ -38,7 +41,17 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from crash_check import Before, after_end, after_kill, compare, last_step, lost_steps, read_as, saved_steps
+from crash_check import (
+    Before,
+    after_end,
+    after_kill,
+    compare,
+    last_step,
+    lost_steps,
+    other_values,
+    read_as,
+    saved_steps,
+)
 from crash_draw import (
     ADAPTERS,
     COMMON,
@@ -46,6 +59,7 @@ from crash_draw import (
     MAX_STEPS,
     MIXTURES,
     MODEL,
+    PREFERENCES,
     RECIPES,
     TEXT,
     Plan,
@@ -107,7 +121,7 @@ class Campaign:
         self._recipes = recipes
         self._corpus = work / "corpus"
         write_corpus(self._corpus)
-        self._overrides = [*(TEXT if recipes != MIXTURES else ()), *overrides]
+        self._overrides = [*(TEXT if recipes in (RECIPES, ADAPTERS) else ()), *overrides]
         self._locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self._environment = {name: str(work / name.lower()) for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME")}
         self._model: Sequence[str] = MODEL
@@ -131,6 +145,8 @@ class Campaign:
                 trial.problems += after_end(run)
                 trial.problems += compare(run, reference, moved_after=trial.moved_after, discarded=trial.discarded)
                 trial.problems += read_as(run, reference) if (reference / "mixture.jsonl").exists() else []
+                if trial.plan.recipe.compared and trial.moved_after is None:
+                    trial.problems += other_values(run, reference)
         except Exception as error:  # one trial's failure, whatever it is
             trial.problems.append(f"{type(error).__name__}: {error}")
         if not trial.problems:
@@ -201,10 +217,10 @@ class Campaign:
 
     def _uninterrupted(self, name: str, words: Sequence[str]) -> Path:
         """The run of this name, which is made where it is not there yet."""
-        run, output = self._work / "references" / name, self._work / f"{name}.txt"
+        run, output = self._work / "references" / name / "run", self._work / f"{name}.txt"
         if not (run / "exit.json").exists():
             shutil.rmtree(run, ignore_errors=True)
-            words = ["train", *words, f"data.cache_dir={self._work}/cache", f"output_dir={run}"]
+            words = ["train", *words, f"data.cache_dir={run.parent}/cache", f"output_dir={run}"]
             if self._make_reference(words, self._environment, output) != 0:
                 raise RuntimeError(f"the uninterrupted run fails; see {output}")
         return run
@@ -237,13 +253,17 @@ def show_stacks(members: Sequence[Member]) -> None:
 
 
 def write_corpus(directory: Path) -> None:
-    """40 short documents of made-up words: some 12 steps to an epoch, so that runs go through several."""
+    """40 short documents of made-up words: some 12 steps to an epoch, so that runs go through several; and pairs, of
+    10 steps.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(0)
     words = ["".join(rng.choices("etaoinshrdlu", k=rng.randint(2, 8))) for _ in range(200)]
     for number in range(40):
         text = " ".join(rng.choices(words, k=rng.randint(20, 60)))
         (directory / f"{number:02}.txt").write_text(text)
+    pairs = [{key: " ".join(rng.choices(words, k=2)) for key in ("prompt", "chosen", "rejected")} for _ in range(266)]
+    (directory / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -333,6 +353,7 @@ def main() -> int:
     parser.add_argument("--layouts", default="", help=f"only these: {','.join(layout.name for layout in LAYOUTS)}")
     parser.add_argument("--adapters", action="store_true", help="runs that train adapters beside a frozen base")
     parser.add_argument("--mixtures", action="store_true", help="runs on mixtures of sources")
+    parser.add_argument("--preferences", action="store_true", help="runs on pairs with a reference")
     parser.add_argument("--busy", action="store_true", help="other processes take every core meanwhile")
     parser.add_argument("--work", type=Path, help="directory to work in and to keep, with the uninterrupted runs")
     arguments, overrides = parser.parse_known_args()
@@ -342,6 +363,7 @@ def main() -> int:
     layouts = [name for name in arguments.layouts.split(",") if name]
     with busy_cores() if arguments.busy else nullcontext():
         recipes = ADAPTERS if arguments.adapters else MIXTURES if arguments.mixtures else RECIPES
+        recipes = PREFERENCES if arguments.preferences else recipes
         runs = Campaign(work.resolve(), overrides, layouts, recipes=recipes)
         report = campaign(seeds, runs, arguments.jobs)
     print(f"\n{report}")

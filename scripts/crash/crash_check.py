@@ -223,6 +223,15 @@ def read_as(run: Path, reference: Path) -> list[str]:
     return problems + [f"mixture.jsonl ends with another {key}" for key in wrong]
 
 
+def other_values(run: Path, reference: Path) -> list[str]:
+    """What is wrong with what a run's reference says of its pairs, in caches beside the runs."""
+    mine, theirs = (
+        {path.parent.name: path.read_bytes() for path in (each.parent / "cache/references").glob("[!.]*/values")}
+        for each in (run, reference)
+    )
+    return [] if mine == theirs and mine else ["the reference has other values than that of the uninterrupted run"]
+
+
 @functools.cache
 def _audit(run: Path) -> dict[str, Any]:
     """Of a run that has come to its end."""

@@ -66,6 +66,8 @@ class Recipe:
     """Another layout computes the same within 1e-5: no dropout, no muon."""
     change: int | None = None
     """Step at which a mixture's weights jump; many of the first kills are one step from it at most."""
+    compared: bool = False
+    """With a reference, which is computed before the first step; a third of the first kills are there."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +231,30 @@ MIXTURES = (
 )
 """Of mixtures of sources."""
 
+_PAIRS = (
+    "data=preference", "data.files=[CORPUS/pairs.jsonl]", "data.eval_fraction=0.1", "data.tokenizer=bytes",
+    "data.chat_template=chatml", "data.add_tokens=true", "data.seq_len=64", "loss=dpo",
+)  # fmt: skip
+
+PREFERENCES = (
+    Recipe("pairs, adamw", (*_PAIRS, "optimizer=adamw", "learning_rate=1e-4"), compared=True),
+    Recipe(
+        "pairs, ipo, sgd, 2 micro-steps",
+        (*_PAIRS, "loss.variant=ipo", "data.packing=best_fit", "optimizer=sgd", "optimizer.momentum=0.9",
+         "learning_rate=1e-3"),
+        accumulation=2,
+        compared=True,
+    ),
+    Recipe(
+        "pairs, muon",
+        (*_PAIRS, "loss.length_normalized=true", "loss.sft_weight=0.1", "optimizer=muon"),
+        logging_steps=3,
+        exact=False,
+        compared=True,
+    ),
+)  # fmt: skip
+"""Of pairs that are compared with a reference."""
+
 
 def reference_words(layout: Layout, recipe: Recipe) -> list[str]:
     """The overrides that decide what is computed."""
@@ -294,6 +320,8 @@ def _draw_instant(rng: random.Random, plan: Plan, start: int) -> Instant:
     if start == 0 and plan.recipe.change is not None:
         near = plan.recipe.change + rng.choice([-1, 0, 1])
         instants[Instant("record", near, rng.uniform(0.0, 0.03))] = 100
+    if start == 0 and plan.recipe.compared:
+        instants[Instant("reference", rng.randint(1, 6), rng.uniform(0.0, 0.01))] = 70
     return _weighted(rng, instants)
 
 

@@ -173,6 +173,11 @@ class Watch:
         self._paths: dict[int, Path] = {}
         self._add(run, _MODIFY)
         self._add(run / "checkpoints", _CREATE | _MOVED_TO)
+        references = run.parent / "cache" / "references"
+        references.mkdir(parents=True, exist_ok=True)
+        self._add(references, _CREATE)
+        for path in references.glob(".tmp-*"):  # of a start before
+            self._add(path, _MODIFY)
 
     def close(self) -> None:
         os.close(self._fd)
@@ -194,7 +199,12 @@ class Watch:
             yield from self._named(self._paths[number], mask, name)
 
     def _named(self, directory: Path, mask: int, name: str) -> Iterator[str]:
-        if mask & _MODIFY:
+        if directory.name == "references":
+            if name.startswith(".tmp-"):
+                self._add(directory / name, _MODIFY)
+        elif directory.parent.name == "references":
+            yield "reference"
+        elif mask & _MODIFY:
             yield from {"metrics.jsonl": ["record"], "samples.txt": ["sample"]}.get(name, [])
         elif directory.name.startswith(".tmp"):
             yield from ["manifest"] if name == "manifest.json" else []

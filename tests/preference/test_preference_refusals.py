@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from chats import write_lines, write_model, write_tokenizer
 from pair_records import record, said, write_pairs
-from program import forgather
+from program import Process, forgather, refusal
 
 from forgather_cli.config.load import load_config
 from forgather_cli.config.schema import Config
@@ -166,7 +166,51 @@ def test_plan_counts_pairs_and_does_not_try_them(capsys: pytest.CaptureFixture[s
     assert "6 pairs = 6 x 1 micro-steps, 3,072 tokens per step" in out
     num = read_data(config("data.files=[pairs.jsonl]")).train.num_pairs
     assert f"{3 * (num // 6)} steps" in out
+    assert f", {3 * (num // 6) * 6 / num:.2f} epochs" in out
     assert forgather("plan", *words, "data.packing=best_fit") == 0
     assert "6 sequences = 6 x 1" in capsys.readouterr().out
     assert forgather("plan", *words, "--fit", "--confirm", "--memory", "4GiB") == 2
     assert "--confirm: trains on random text, and data=preference has examples of two sides" in capsys.readouterr().err
+
+
+TOLD = {
+    "the same": {"prompt": "Is it?", "chosen": "Yes.", "rejected": "Yes."},
+    "prompts that differ": {"chosen": [ASKED, YES], "rejected": [said("user", "Not?"), NO]},
+    "no 'rejected'": {"prompt": "Is it?", "chosen": "Yes."},
+}
+
+
+@pytest.mark.parametrize("told", TOLD)
+def test_training_ends_with_one_line_that_names_the_broken_pair(told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_pairs(Path("good.jsonl"), 8)
+    write_lines(Path("pairs.jsonl"), [GOOD, TOLD[told]])
+    size = len(write_tokenizer(Path("model"), CHATML))
+    write_model(Path("model"), "llama", size)
+    words = ["dpo", "model.path=model", "data.files=[good.jsonl,pairs.jsonl]", "cache_dir=cache", "device=cpu"]
+    error = one_error(refusal(capsys, "train", *words))
+    assert "pairs.jsonl:2" in error
+    assert told in error
+
+
+@pytest.mark.parametrize("ranks", [(), ("trainer=ddp", "nproc_per_node=2")], ids=["one", "two"])
+def test_training_ends_with_one_line_for_a_reference_of_other_tokens(
+    ranks: tuple[str, ...],
+) -> None:
+    write_pairs(Path("pairs.jsonl"), 16)
+    size = len(write_tokenizer(Path("model"), CHATML))
+    write_tokenizer(Path("other"), CHATML)
+    for name, tokens in (("model", size), ("other", size + 8)):
+        write_model(Path(name), "llama", tokens)
+    words = ["dpo", "model.path=model", "loss.reference=other", "data.files=[pairs.jsonl]", "cache_dir=cache"]
+    words += ["global_batch_size=4", "data.eval_fraction=0"]
+    with Process("train", *words, "seq_len=128", "device=cpu", "callbacks=minimal", *ranks) as process:
+        assert process.finish() == 2, process.output
+    error = one_error(process.output)
+    assert f"another vocabulary than the model that is trained ({size + 8} and {size} tokens)" in error
+
+
+def one_error(output: str) -> str:
+    """The one line of an error."""
+    (found,) = [line for line in output.splitlines() if line.startswith("error:")]
+    assert "Traceback" not in output
+    return found

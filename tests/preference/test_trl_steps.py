@@ -15,6 +15,7 @@ from tiny import llama
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
+from forgather_cli.errors import ModelError
 from forgather_cli.models.build import build_model, directory_option, initialize
 from forgather_cli.trainer.arguments import TrainingArguments
 from forgather_cli.trainer.script import Trainer
@@ -104,3 +105,14 @@ def test_ten_steps_are_those_of_trls_trainer(loss: str, tmp_path: Path, monkeypa
         assert mine["grad_norm"] == pytest.approx(line["grad_norm"], rel=1e-4), mine["step"]
         for name in ("rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected"):
             assert mine[name] == pytest.approx(line[name], rel=1e-4, abs=1e-5), (name, mine["step"])
+
+
+def test_a_class_of_transformers_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It drops ``document_ids``, and each side would see the one before it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "run"), max_steps=1, per_device_train_batch_size=BATCH, loss={"type": "dpo"},
+        use_cpu=True,
+    )  # fmt: skip
+    with pytest.raises(ModelError, match="isolate_documents: LlamaForCausalLM of transformers"):
+        Trainer(model=llama(), args=arguments, train_dataset=Rows(pairs(BATCH))).train()
