@@ -151,9 +151,7 @@ class Trainer(Loop):
             job=job or from_python.ScriptJob(should_stop, on_stop, run_dir if self._files else None),
         )  # fmt: skip
         if self._settings_loss is not None and (data := self._settings_loss.data) is not None:
-            self.train_dataset, self.eval_dataset = (
-                s if s is None else data(s) for s in (train_dataset, eval_dataset)
-            )
+            self.train_dataset, self.eval_dataset = (s if s is None else data(s) for s in (train_dataset, eval_dataset))
         if objects.init_weights is not init_weights:  # made on meta: parameters are empty
             self.load_checkpoint(self.args.resume_from_checkpoint)
 
