@@ -365,9 +365,10 @@ def check_best_metric(config: Config) -> None:
     """
     metric, scheduler = config.metric_for_best_model, config.lr_scheduler
     may_have_more = config.data.is_paired is not False or config.callbacks.custom or isinstance(scheduler, Target)
-    if not may_have_more and metric.removeprefix("eval_") not in EVALUATED:
-        names = ", ".join(f"eval_{name}" for name in EVALUATED)
-        near = did_you_mean(metric, EVALUATED)
+    known = (*EVALUATED, *getattr(config.loss, "metrics", ()))
+    if not may_have_more and metric.removeprefix("eval_") not in known:
+        names = ", ".join(f"eval_{name}" for name in known)
+        near = did_you_mean(metric, known)
         raise ConfigError(
             f"metric_for_best_model: no evaluation has {metric};{near} set it to one that it has ({names}), or add a "
             "callback of yours that measures it"

@@ -20,19 +20,16 @@ from forgather_cli.hardware import chunk_tokens, gpu_of
 from forgather_cli.labels import FOR_LOSS, IGNORED, UNITS, shifted
 from forgather_cli.loss.base import Loss, head_and_hidden
 from forgather_cli.loss.model_io import logits_of
+from forgather_cli.preference.settings import DPOSettings
 
 REFERENCE = f"{FOR_LOSS}reference"
 """The key of the reference's summed log-probabilities, (B, P, 2) fp64, chosen and rejected; nan where there is none."""
-_SIDES = ("chosen", "rejected")
 
 
 class DPO(Loss):
     """A sum over pairs. ``reference``: the directory of another model than the policy at step 0."""
 
-    names = tuple(f"rewards/{name}" for name in (*_SIDES, "margins", "accuracies")) + tuple(
-        f"logps/{s}" for s in _SIDES
-    )
-    """As TRL 1.16 has them."""
+    names = DPOSettings.metrics
     without_dropout = True
 
     def __init__(

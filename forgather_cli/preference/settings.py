@@ -70,6 +70,10 @@ class DPOSettings(LossSettings):
 
     maker: ClassVar[str] = "forgather_cli.preference.loss:DPO"
     takes_device: ClassVar[bool] = True
+    # as TRL 1.16 has them
+    metrics: ClassVar[tuple[str, ...]] = (
+        "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen", "logps/rejected",
+    )  # fmt: skip
 
     type: Literal["dpo"] = "dpo"
     # sigmoid, ipo, hinge; orpo, simpo without a reference; or a function of yours by _target_

@@ -58,7 +58,7 @@ def test_killed_runs_resume_to_the_last_bit_and_nothing_is_left(report: Report) 
 @pytest.fixture
 def whole(report: Report, work: Path, tmp_path: Path) -> tuple[Path, Path]:
     """A copy of an uninterrupted run, and the run itself."""
-    reference = next((work / "single" / "references").iterdir())
+    reference = next((work / "single" / "references").iterdir()) / "run"
     return shutil.copytree(reference, tmp_path / "run"), reference
 
 

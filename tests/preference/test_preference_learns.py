@@ -16,6 +16,7 @@ from forgather_cli.data.chat.template import CHATML
 
 WORDS = ["apple", "river", "stone", "cloud", "table", "horse", "bread", "glass", "paper", "light"]
 SMALL = ("seq_len=80", "callbacks=minimal", "device=cpu", "cache_dir=cache")
+BEST = ("eval_on_start=true", "metric_for_best_model=eval_rewards/accuracies", "greater_is_better=true")
 COMMANDS = {
     "whole": ["data.files=[pairs.jsonl]", "learning_rate=1e-4"],
     "lora": ["adapter=lora", "learning_rate=1e-3", "data.files=[pairs.parquet]", "trainer=fsdp2", "nproc_per_node=2"],
@@ -56,12 +57,13 @@ def test_held_out_pairs_are_told_apart(
     name: str, tuned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tuned)
-    words = ["train", "dpo", "model.path=base", *COMMANDS[name], f"output_dir={name}", "eval_steps=8", *SMALL]
+    words = ["train", "dpo", "model.path=base", *COMMANDS[name], f"output_dir={name}", "eval_steps=8", *BEST, *SMALL]
     with Process(*words) as process:
         assert process.finish() == 0, process.output
     records = [json.loads(line) for line in (tuned / name / "metrics.jsonl").read_text().splitlines()]
     found = [record for record in records if "eval_loss" in record]
     assert found[-1]["eval_rewards/accuracies"] > 0.9
+    assert found[-1]["eval_rewards/margins"] > found[0]["eval_rewards/margins"]
     assert re.search(r"step 9/9 .*pair_acc \d+\.\d% margin -?\d", process.output)
     assert re.search(r"step 8 eval loss \S+ pair_acc (9\d|100)\.\d% margin \d", process.output)
     if name == "whole":

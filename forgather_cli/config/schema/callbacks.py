@@ -77,8 +77,8 @@ class MetricsSettings(CallbackPart):
 
 
 PROGRESS_COLUMNS = (
-    "step", "epoch", "loss", "bits_per_byte", "grad_norm", "learning_rate", "tok_per_sec", "step_time", "mfu",
-    "peak_mem_allocated", "total_tokens",
+    "step", "epoch", "loss", "rewards/accuracies", "rewards/margins", "bits_per_byte", "grad_norm", "learning_rate",
+    "tok_per_sec", "step_time", "mfu", "peak_mem_allocated", "total_tokens",
 )  # fmt: skip
 PROGRESS_RESULTS = (
     "train_runtime", "train_loss", "epoch", "total_tokens", "tokens_per_second", "train_steps_per_second",

@@ -21,6 +21,8 @@ class LossSettings(Option):
     """Multiplies with the head's weight itself, so that the logits never exist."""
     takes_device: ClassVar[bool] = False
     """The class is made with ``device`` too, a ``torch.device``; None where it is not known."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """What logs and evaluations have of it beside the loss."""
 
 
 _TRITON = ("triton",) if sys.platform == "linux" else ()
