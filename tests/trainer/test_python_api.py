@@ -322,7 +322,7 @@ def test_an_open_intervals_sums_survive_a_resume_whenever_it_is_cut() -> None:
     def logged(*cuts: int) -> dict[str, float]:
         metrics = train_metrics()
         for n, (loss, norm, targets) in enumerate(steps):
-            metrics.add(Counts(targets, 8, 64, 1, num_bytes=3 * targets), loss, norm)
+            metrics.add(Counts(targets, 8, 64, 1, num_bytes=3 * targets, units=targets), loss, norm)
             if n in cuts:
                 metrics.fold()
                 state, metrics = metrics.state_dict(), train_metrics()
@@ -339,7 +339,7 @@ def test_an_open_intervals_sums_survive_a_resume_whenever_it_is_cut() -> None:
 
 def test_the_bytes_of_an_interval_that_a_checkpoint_of_0_2_left_open_are_not_known() -> None:
     metrics = train_metrics()
-    step = Counts(4, 8, 64, 1, num_bytes=6), torch.tensor(1.0), torch.tensor(1.0)
+    step = Counts(4, 8, 64, 1, num_bytes=6, units=4), torch.tensor(1.0), torch.tensor(1.0)
     metrics.add(*step)
     state = metrics.state_dict()
     del state["num_bytes"]

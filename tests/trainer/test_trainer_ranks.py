@@ -201,9 +201,11 @@ def test_sums_under_way_together_are_read_in_any_order() -> None:
     both = run_ranks(2, agreed)
     assert both[0] == both[1]
     (third, third_stop), (first, first_stop), (second, second_stop), numbers = both[0]
-    assert first.counts == Counts(targets=18, tokens=24, square_lengths=96, samples=6, positions=24)
+    assert first.counts == Counts(targets=18, tokens=24, square_lengths=96, samples=6, positions=24, units=18)
     assert (first.has_data, first_stop, first.saves_done) == (True, None, True)
-    assert second.counts == Counts(targets=6, tokens=8, square_lengths=32, samples=2, positions=8)  # read by two
+    assert second.counts == Counts(
+        targets=6, tokens=8, square_lengths=32, samples=2, positions=8, units=6
+    )  # read by two
     assert (second.has_data, second_stop, second.saves_done) == (True, 15, False)
     assert (third.has_data, third_stop) == (False, 10)
     assert numbers == [1, 2]
