@@ -121,8 +121,8 @@ def head_and_hidden(
     return head, hidden
 
 
-def batch_total(loss: Loss, model: nn.Module, batch: dict[str, Tensor], step_targets: Tensor | None = None) -> Tensor:
-    """``loss.total`` of a batch, of which model and loss get what is theirs."""
+def take_batch(loss: Loss, batch: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor]:
+    """(what of a batch the model gets, the labels), for ``loss.total``; the loss has what else is its own."""
     labels = batch.get("labels")
     if labels is None:
         raise ModelError(f"the batch has no labels, only {', '.join(batch) or 'nothing'}; add labels (B, T)")
@@ -132,7 +132,7 @@ def batch_total(loss: Loss, model: nn.Module, batch: dict[str, Tensor], step_tar
         loss.sums.places = batch[SOURCES][:, 0] if SOURCES in batch and torch.is_grad_enabled() else None
     if loss.extras is not None:
         loss.extras = {key: value for key, value in batch.items() if key == UNITS or key.startswith(FOR_LOSS)}
-    return loss.total(model, model_kwargs(batch), labels, step_targets)
+    return model_kwargs(batch), labels
 
 
 class ModelWithLoss(nn.Module):
@@ -173,7 +173,7 @@ class ModelWithLoss(nn.Module):
                 f"isolate_documents: {type(self.model).__name__} of transformers, as it is, lets documents of a row "
                 "see each other; have forgather_cli.compose(...) make the trainer, whose model.path names its directory"
             )
-        return batch_total(self.loss, self.model, batch, step_targets)
+        return self.loss.total(self.model, *take_batch(self.loss, batch), step_targets)
 
     def evaluate(self, batch: dict[str, Tensor]) -> Tensor:
         """``forward`` of a batch whose gradient nobody wants. A function of its own, since torch compiles one for any

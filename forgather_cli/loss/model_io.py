@@ -23,8 +23,11 @@ MISFITS = (IndexError, RuntimeError, ValueError)
 
 def model_kwargs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """What of a batch goes to the model: everything but the labels and what they belong to."""
-    others = ("labels", TASKS, LENGTHS, SOURCES, UNITS)
-    return {key: value for key, value in batch.items() if key not in others and not key.startswith(FOR_LOSS)}
+    inputs = dict(batch)
+    for key in batch:
+        if key in ("labels", TASKS, LENGTHS, SOURCES, UNITS) or key.startswith(FOR_LOSS):
+            del inputs[key]
+    return inputs
 
 
 def model_logits(model: nn.Module, inputs: dict[str, Tensor], *, last_only: bool = False, cache: Any = None) -> Tensor:

@@ -22,7 +22,7 @@ from forgather_cli.config.schema import FSDP2Settings, PipelineSettings, Precisi
 from forgather_cli.distributed import gather
 from forgather_cli.errors import ConfigError, DataError, ModelError
 from forgather_cli.labels import FOR_LOSS, IGNORED, STARTS, UNITS, targets_of
-from forgather_cli.loss.base import Loss, batch_total
+from forgather_cli.loss.base import Loss, take_batch
 from forgather_cli.loss.model_io import inputs_of_generation, model_kwargs, model_logits
 from forgather_cli.models.stages import (
     fresh_models,
@@ -201,7 +201,7 @@ class Pipeline(Strategy):
 
         def run(module: StageModule, inputs: Batch) -> Any:
             if module.stage.has_head:
-                return batch_total(self._loss, module.model, inputs), targets_of(inputs)
+                return self._loss.total(module.model, *take_batch(self._loss, inputs), None), targets_of(inputs)
             return module.passed_on(model_kwargs(inputs))
 
         for part_total, part_count in self._forward(batches, run):

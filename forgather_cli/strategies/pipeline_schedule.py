@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from forgather_cli.config.pipeline_layout import Stage
 from forgather_cli.config.schema import PipelineSettings
 from forgather_cli.errors import ForgatherError
-from forgather_cli.loss.base import Loss, batch_total
+from forgather_cli.loss.base import Loss, take_batch
 from forgather_cli.loss.model_io import model_kwargs
 from forgather_cli.models.stages import hidden_states
 from forgather_cli.models.transform import recomputes
@@ -59,8 +59,8 @@ class StageModule(nn.Module):
         if run is not None:
             return run(self, {**batch, "input_ids": x})
         if self.stage.has_head:
-            whole = {**batch, "input_ids": x}
-            return batch_total(self.loss, self.model, whole, self.step_targets) / self.step_targets
+            own = take_batch(self.loss, {**batch, "input_ids": x})
+            return self.loss.total(self.model, *own, self.step_targets) / self.step_targets
         out = self.passed_on({"input_ids": x, **model_kwargs(batch)})
         # a stage of frozen parameters alone: the schedules want something to go backward from
         return out if out.requires_grad else out.requires_grad_(torch.is_grad_enabled())

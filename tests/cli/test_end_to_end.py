@@ -224,7 +224,7 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
     weights = f"model.path={RunDir(trained).checkpoint(8)}/model"
     own = {
         **{name: [weights] for name in ("finetune", "qat")},
-        "finetune_mix": [weights, "data.chat_template=chatml"],
+        **{name: [weights, "data.chat_template=chatml"] for name in ("finetune_mix", "dpo")},
         **{name: [weights, "data.chat_template=chatml", f"data.add_tokens={name == CHATS[0]}"] for name in CHATS},
         "pretrain_1b_pipeline": [*shape, "nproc_per_node=2", "n_microbatches=2", "per_device_eval_batch_size=2"],
         "pretrain_1b_nodes": [*shape, "nnodes=1", "nproc_per_node=2"],
@@ -249,6 +249,10 @@ def test_every_recipe_trains(recipe: str, trained: Path, corpus: list[str]) -> N
         Path("notes").mkdir()
         Path("notes/page.md").write_text("A page of some words, again and again.\n" * 20)
         data = ["data.sources.texts.eval_fraction=0", "cache_dir=cache"]
+    if recipe == "dpo":
+        pairs = [json.dumps({"prompt": "a", "chosen": f"b{n}", "rejected": f"c{n}"}) for n in range(40)]
+        Path("pairs.jsonl").write_text("\n".join(pairs))
+        data = ["data.files=[pairs.jsonl]", "data.eval_files=[pairs.jsonl]", "cache_dir=cache"]
     if is_paired:
         steps.remove("seq_len=32")
         data = [word for word in corpus if not word.startswith("data=")]
