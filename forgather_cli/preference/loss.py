@@ -17,13 +17,11 @@ from forgather_cli.config.schema import Target
 from forgather_cli.distributed import gather
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.hardware import chunk_tokens, gpu_of
-from forgather_cli.labels import FOR_LOSS, IGNORED, UNITS, shifted
+from forgather_cli.labels import IGNORED, UNITS, shifted
 from forgather_cli.loss.base import Loss, head_and_hidden
 from forgather_cli.loss.model_io import logits_of
+from forgather_cli.preference.rows import REFERENCE
 from forgather_cli.preference.settings import DPOSettings
-
-REFERENCE = f"{FOR_LOSS}reference"
-"""The key of the reference's summed log-probabilities, (B, P, 2) fp64, chosen and rejected; nan where there is none."""
 
 
 class DPO(Loss):

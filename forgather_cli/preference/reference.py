@@ -41,7 +41,7 @@ from forgather_cli.errors import CheckpointError, DataError, ModelError
 from forgather_cli.labels import LENGTHS, SOURCES
 from forgather_cli.models.build import construct, directory_option, fill
 from forgather_cli.models.parts import evaluation_mode
-from forgather_cli.preference.loss import DPO, REFERENCE
+from forgather_cli.preference.rows import REFERENCE
 from forgather_cli.strategies.base import Strategy
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.terminal.bars import Bar
@@ -87,9 +87,9 @@ class PairsWithReference:
         return getattr(self._dataset, name)
 
 
-def find_or_compute(loss: DPO, loop: Any, reader: Any) -> None:
-    """Collective. Fill in what the reference says of the loop's splits. ``reader``: the checkpoint that training goes
-    on from. A stop signal leaves it unfinished, and ends training. Raises SetupError.
+def find_or_compute(loss: Any, loop: Any, reader: Any) -> None:
+    """Collective. Fill in what the reference of ``loss``, a DPO, says of the loop's splits. ``reader``: the checkpoint
+    that training goes on from. A stop signal leaves it unfinished, and ends training. Raises SetupError.
     """
     run: TrainingRun = loop.run
     cache, facts = Cache(getattr(run.config.data, "cache_dir", None)), run.data_description
@@ -182,7 +182,7 @@ def _weights_of(run: TrainingRun, strategy: Strategy) -> str:
     return digest([[[name, str(t.dtype), list(t.shape), checksums({name: t})[name]] for name, t in whole], facts])
 
 
-def _compute(loss: DPO, run: TrainingRun, strategy: Strategy, data: Any, cache: Cache, key: str, name: str) -> Any:
+def _compute(loss: Any, run: TrainingRun, strategy: Strategy, data: Any, cache: Cache, key: str, name: str) -> Any:
     """Collective. The values of all pairs, on every rank; None where a signal has ended it.
 
     Batches are the same whatever was computed before, so that their values are.
@@ -247,7 +247,7 @@ def _on_device(data: Any, batches: Sequence[Sequence[int]], strategy: Strategy) 
     return (batch for [batch], _ in to_device((([b], None) for b in kept), strategy.device, None, starts))
 
 
-def _other_model(loss: DPO, run: TrainingRun) -> Strategy:
+def _other_model(loss: Any, run: TrainingRun) -> Strategy:
     """Collective. The model in the directory ``loss.reference`` under the strategy of the run. Raises ModelError."""
     path = Path(str(loss.reference)).expanduser()
     if not path.is_dir():

@@ -12,7 +12,10 @@ from torch import Tensor
 from forgather_cli.data.packing import Ints, PackingTable
 from forgather_cli.data.samples import PackedDataset
 from forgather_cli.data.tokens import TokenSplit
-from forgather_cli.labels import LENGTHS, UNITS
+from forgather_cli.labels import FOR_LOSS, LENGTHS, UNITS
+
+REFERENCE = f"{FOR_LOSS}reference"
+"""The key of the reference's summed log-probabilities, (B, P, 2) fp64, chosen and rejected; nan where there is none."""
 
 
 def whole_pairs(borders: Ints, first_targets: Ints, seq_len: int, too_long: str) -> tuple[Ints, Ints, dict[str, int]]:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from forgather_cli.labels import IGNORED, UNITS
 from forgather_cli.loss.build import build_loss
-from forgather_cli.preference.loss import DPO, REFERENCE
+from forgather_cli.preference.loss import DPO
+from forgather_cli.preference.rows import REFERENCE
 from forgather_cli.preference.settings import DPOSettings
 
 SIDE = 12
