@@ -3,31 +3,27 @@ and that the campaign finds what it looks for."""
 
 from __future__ import annotations
 
-import itertools
 import shutil
-import time
 from pathlib import Path
 
 import pytest
-from crash_campaign import Campaign, Trial
+from crash_campaign import Trial
 from crash_check import other_values
-from crash_draw import LAYOUTS, PREFERENCES, draw
-from crashes import Forked, forked
+from crash_draw import PREFERENCES, Plan, draw
+from crashes import NAMES, trial_of
 
-NAMES = [layout.name for layout in LAYOUTS if layout.ranks < 3]
 LATER = {"record", "temporary", "manifest", "rename"}
 
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Path]:
     """A trial of two kills, the second in training, and the uninterrupted run."""
-    runs = Campaign(tmp_path_factory.mktemp("kills"), (), NAMES, forked, job=Forked, recipes=PREFERENCES)
-    for seed in itertools.count(int(time.time())):
-        plan = draw(seed, NAMES, PREFERENCES)
-        events = [kill.instant.event for kill in plan.kills]
-        if len(events) == 2 and events[0] == "reference" and events[1] in LATER and plan.moved_to is None:
-            return runs.trial(seed), runs.reference(plan)
-    raise AssertionError
+
+    def fits(plan: Plan) -> bool:
+        first, second = (kill.instant.event for kill in plan.kills)
+        return first == "reference" and second in LATER and plan.moved_to is None
+
+    return trial_of(PREFERENCES, fits, tmp_path_factory.mktemp("kills"))
 
 
 def test_a_killed_run_has_the_reference_and_the_weights_of_the_uninterrupted_one(killed: tuple[Trial, Path]) -> None:

@@ -3,19 +3,15 @@ that the campaign finds what it looks for."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
-import time
 from pathlib import Path
 
 import pytest
-from crash_campaign import Campaign, Trial
+from crash_campaign import Trial
 from crash_check import read_as
-from crash_draw import LAYOUTS, MIXTURES, Kill, Plan, draw
-from crashes import Forked, forked
-
-NAMES = [layout.name for layout in LAYOUTS if layout.ranks < 3]
+from crash_draw import MIXTURES, Kill, Plan, draw
+from crashes import NAMES, trial_of
 
 
 def beside_the_change(plan: Plan, kill: Kill) -> bool:
@@ -25,13 +21,12 @@ def beside_the_change(plan: Plan, kill: Kill) -> bool:
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trial, Path]:
     """A trial of two kills, the first behind a checkpoint, and the uninterrupted run."""
-    runs = Campaign(tmp_path_factory.mktemp("kills"), (), NAMES, forked, job=Forked, recipes=MIXTURES)
-    for seed in itertools.count(int(time.time())):
-        plan = draw(seed, NAMES, MIXTURES)
+
+    def fits(plan: Plan) -> bool:
         saved = plan.save_steps < (plan.recipe.change or 0) - 1
-        if len(plan.kills) == 2 and saved and beside_the_change(plan, plan.kills[0]):
-            return runs.trial(seed), runs.reference(plan)
-    raise AssertionError
+        return saved and beside_the_change(plan, plan.kills[0])
+
+    return trial_of(MIXTURES, fits, tmp_path_factory.mktemp("kills"))
 
 
 def test_a_killed_run_has_read_and_learned_what_the_uninterrupted_one_has(killed: tuple[Trial, Path]) -> None:
