@@ -88,14 +88,19 @@ class _Pool:
         return None
 
     def stacks(self, rank: int) -> str:
-        """Where a rank is that gives no answer: the stacks of its threads."""
-        file, end = Path(self.folder, str(rank)), time.monotonic() + _SETTLE
+        """Where a rank is that gives no answer: the stacks of its threads, or what the system knows of one that prints
+        none; and its children, for which it may wait."""
+        pid, file, end = self.ranks[rank][0].pid, Path(self.folder, str(rank)), time.monotonic() + 10
         before = file.stat().st_size if file.exists() else 0
-        os.kill(self.ranks[rank][0].pid, signal.SIGUSR2)
+        seen = _process(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR2)
         while time.monotonic() < end and not (file.exists() and file.stat().st_size > before):
             time.sleep(0.05)
         time.sleep(0.05)  # it is written line by line
-        return f"rank {rank} is at\n{file.read_text()[before:] if file.exists() else 'its start'}"
+        where = file.read_text()[before:] if file.exists() else "its start"
+        children = [_process(int(child)) for child in _read(f"/proc/{pid}/task/{pid}/children").split()]
+        return "\n".join([f"rank {rank} is at", where or f"no stacks; now {_process(pid)}", seen, *children])
 
     def close(self) -> None:
         for process, connection in self.ranks:
@@ -162,6 +167,19 @@ def logged() -> Iterator[list[str]]:
         yield messages
     finally:
         logger.removeHandler(handler)
+
+
+def _process(pid: int) -> str:
+    """State and handling of signals of a process, and what its main thread waits for in the kernel."""
+    status = _read(f"/proc/{pid}/status").splitlines()
+    kept = [line for line in status if line.startswith(("State", "PPid", "Threads", "Sig", "ShdPnd"))]
+    return " ".join([f"process {pid}:", *kept, _read(f"/proc/{pid}/wchan")]).replace("\t", " ")
+
+
+def _read(path: str) -> str:
+    with contextlib.suppress(OSError):  # gone, or no Linux
+        return Path(path).read_text()
+    return ""
 
 
 def _num_threads(pid: int) -> int:

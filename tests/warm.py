@@ -27,6 +27,7 @@ for _name in (
     "torch.utils.tensorboard", "hydra", "rich.console", "transformers.trainer_callback",
 ):  # fmt: skip
     importlib.import_module(_name)
+importlib.import_module("tensorboard.summary.writer.event_file_writer")._global_uid._value = 10**6  # see conftest.py
 for _module in pkgutil.walk_packages(forgather_cli.__path__, "forgather_cli."):
     if not _module.name.endswith("__main__"):
         importlib.import_module(_module.name)

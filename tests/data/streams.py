@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import signal
 from collections.abc import Callable
 from itertools import islice
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from multiprocessing.popen_fork import Popen
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +105,29 @@ def new_data_ranks(data_rank: int | None = None) -> DataRanks | None:
     return None if size == 1 else DataRanks(groups()[0], rank, rank if data_rank is None else data_rank)
 
 
+class _Popen(Popen):
+    """A fork that is made again where it hangs in the interpreter. Before Python 3.11.10 a lock of its own that another
+    thread holds then, as one of gloo's does that begins to need Python, stays locked in the child (gh-112275).
+    """
+
+    def _launch(self, process: Any) -> None:
+        came, comes = multiprocessing.Pipe(duplex=False)
+        register_after_fork(comes, lambda it: it.send_bytes(b"up"))  # the first thing that the child does
+        super()._launch(process)
+        while not wait([came], 10.0):
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            super()._launch(process)
+        came.close()
+        comes.close()
+
+
 def may_have_workers() -> None:
     """The pool's processes are daemons, which ``multiprocessing`` allows no children, and would spawn them."""
     if dist.is_initialized():
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         multiprocessing.set_start_method("fork", force=True)
+        ForkProcess._Popen = staticmethod(_Popen)  # type: ignore[method-assign]
 
 
 def train_loader(
