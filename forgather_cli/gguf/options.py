@@ -14,7 +14,7 @@ GGUF_TYPES: dict[GgufType, str] = {
 """Names as typed, and what gguf calls a file of them."""
 MIXTURES: dict[GgufType, StoredType] = {"q6_k": "q6_k", "q5_k_m": "q5_k", "q4_k_m": "q4_k", "q4_0": "q4_0"}
 """Files whose tensors are of several types, with that of most of them."""
-MAX_RATIO: dict[GgufType, float] = {"q8_0": 1.02, "q6_k": 1.03, "q5_k_m": 1.1, "q4_k_m": 1.3, "q4_0": 1.6}
+MAX_RATIO: dict[GgufType, float] = {"q8_0": 1.02, "q6_k": 1.03, "q5_k_m": 1.08, "q4_k_m": 1.2, "q4_0": 1.5}
 """How many times the source's perplexity a file may have where ``--max-ratio`` says nothing; the better first."""
 
 
@@ -28,5 +28,5 @@ def told(proof: dict[str, Any]) -> str:
     stored = ", ".join(f"{count} {kind}" for kind, count in proof["stored"].items())
     return (
         f"perplexity {proof['perplexity']:.5g} in {proof['read_by']}, {proof['perplexity_f16']:.5g} in f16, ratio "
-        f"{proof['perplexity_ratio']:.4f} (bound {proof['bound']:g}); tensors: {stored}"
+        f"{proof['perplexity_ratio']:.4f} (bound {proof['bound']:g}, {proof['targets']} tokens); tensors: {stored}"
     )
