@@ -74,7 +74,8 @@ _ROOT_MEAN_SQUARE: dict[StoredType, tuple[float, float]] = {
 """How far numbers may be from the source's, as a share of those and at least; root mean squares. Of q5_1, q5_0 and q4_0
 the worst block: one number makes the step, and all others lie between two (0.125, 0.171, 0.329). Of the others, which
 search for their scales, 1.5 times the worst that searches among blocks found (q6_k 0.085, q5_k 0.262, q4_k 0.186);
-blocks of normal numbers have at most 0.021, 0.042 and 0.082. At least: half of fp16's smallest in each step of the largest number."""
+blocks of normal numbers have at most 0.021, 0.042 and 0.082. At least: half of fp16's smallest number in each step of
+the largest."""
 
 
 @dataclass(frozen=True)

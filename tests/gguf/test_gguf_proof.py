@@ -219,6 +219,8 @@ SMALL = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2, "ma
 REFUSED: dict[str, dict[str, Any]] = {
     "encoder-decoder": {"is_encoder_decoder": True},
     "a model of the type gpt_neo": {"model_type": "gpt_neo"},
+    "a model of the type gemma2": {"model_type": "gemma2"},
+    "a model of the type gpt_oss": {"model_type": "gpt_oss"},
     r"a sliding window \(32 of 64 positions\)": {"model_type": "mistral", "sliding_window": 32},
     "rope type dynamic": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
     "rope type llama3": {"model_type": "qwen3", "rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
