@@ -130,6 +130,10 @@ def test_its_perplexity_is_llama_cpp_s(wide: Made, tmp_path: Path) -> None:
     told = r"file has a perplexity of .*, .* times that of f16 \(.*\), and 1.03 times is the bound; .* --gguf q8_0, or"
     with pytest.raises(ProofError, match=told):
         prove_perplexity(tmp_path / "file", *words, in_f16 - 0.5)
+    write_gguf(tmp_path / "eight", wide.contents, "q8_0")
+    told = r"eight has .* times the source's perplexity, and 0.5 times is the bound; .* --gguf f16, or"
+    with pytest.raises(ProofError, match=told):
+        prove.prove(tmp_path / "eight", wide.directory, wide.tokenizer, sequences, "q8_0", wide.stop, 0.5)
 
 
 SHAPE = ["model.hidden_size=256", "model.intermediate_size=512", "model.num_attention_heads=4"]
@@ -183,7 +187,7 @@ def test_rows_that_blocks_do_not_divide_are_told_of(capsys: pytest.CaptureFixtur
     assert "14 tensors whose rows are no multiple of 256 are stored as q5_1 or q8_0" in told
     (proof, _) = json.loads(Path("new/finalize_report.json").read_text())["gguf"]
     assert proof["stored"] == {"q5_0": 12, "f32": 5, "q8_0": 2, "q4_k": 1, "q6_k": 1}
-    assert proof["other_rows"] == 14
+    assert proof["fallback_tensors"] == 14
     assert proof["bound"] == 2
 
 

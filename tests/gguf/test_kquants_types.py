@@ -166,7 +166,7 @@ def drawn() -> dict[str, np.ndarray[Any, np.dtype[np.float32]]]:
 
 @pytest.mark.parametrize("kind", ["q8_0", *_ROOT_MEAN_SQUARE])
 def test_the_quantizer(kind: StoredType) -> None:
-    """Read by gguf as by the library, bit for bit; within the bound; where gguf has a quantizer of its own, its bytes."""
+    """Read by gguf as by the library, bit for bit; within the bound; the bytes of gguf's own quantizer."""
     import gguf
 
     raw = gguf.GGMLQuantizationType[kind.upper()]
