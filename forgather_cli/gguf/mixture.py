@@ -32,17 +32,17 @@ def stored_type(model: Architecture, name: str, shape: tuple[int, ...], wanted: 
         return plain_type(shape, wanted)
     if math.prod(shape[:-1]) < 2 or _NOT_QUANTIZED.search(name):  # of one row is no matrix to llama.cpp
         return "f32"
-    kind = _by_name(model, name, shape[-1], wanted)
+    kind = _by_name(model, name, wanted)
     for _ in range(2):
         if shape[-1] % block_of(kind)[0]:
             kind = _FALLBACK.get(kind, "f16")
     return kind
 
 
-def _by_name(model: Architecture, name: str, row: int, wanted: GgufType) -> StoredType:
+def _by_name(model: Architecture, name: str, wanted: GgufType) -> StoredType:
     default = MIXTURES[wanted]
     if name == "output.weight" or (model.is_tied and name == "token_embd.weight"):
-        return "q8_0" if row % block_of(default)[0] else "q6_k"
+        return "q6_k"
     layers, experts, heads, key_heads = (
         model.metadata.get(f"{model.name}.{key}", 0)
         for key in ("block_count", "expert_count", "attention.head_count", "attention.head_count_kv")
