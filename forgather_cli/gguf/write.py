@@ -29,6 +29,7 @@ from forgather_cli.terminal.bars import Bar
 _AT_ONCE = 1 << 22  # numbers; fp32 they are 16 MiB
 _IN_CACHE = 1 << 14  # blocks; fp32 they are 2 MiB
 _BLOCK = 32  # numbers of a row that have a scale of their own in Q8_0
+_LARGEST_HALF = 65504.0  # in fp16
 _TAIL = 256  # of a tensor's name, in bytes
 _Piece = Callable[[], NDArray[Any]]
 
@@ -50,9 +51,10 @@ def quantized(tensor: Tensor, kind: StoredType) -> NDArray[Any]:
         case "q8_0":
             made, scales = _blocks(tensor)
         case _:
-            if tensor.half().isfinite().all():  # so its scales are, which are fp16
-                return ggml.quantize(tensor.float().contiguous().numpy(), kind)
-            raise _cannot_hold(kind)
+            least, largest = tensor.aminmax()
+            if not -_LARGEST_HALF <= least <= largest <= _LARGEST_HALF:  # nor do scales in fp16, then
+                raise _cannot_hold(kind)
+            return ggml.quantize(tensor.float().contiguous().numpy(), kind)
     if not scales.isfinite().all() and tensor.isfinite().all():
         raise _cannot_hold(kind)
     return made.numpy()
