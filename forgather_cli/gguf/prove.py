@@ -14,6 +14,9 @@ Both roundings are measured in the source alone, so that no file can widen its o
 router chooses other experts for rounded inputs; the second is not, and where it is beyond ``MOST_ROUNDING`` nothing
 could be told from noise, and nothing is written.
 
+Of files of fewer bits (``MIXTURES``) the structure is proved in fp32 too; then each tensor is what llama.cpp's quantizer
+makes of the source, read alike by two readers and near it; and the perplexity may be ``MAX_RATIO`` times that in fp16.
+
 Legend: T positions, V vocabulary.
 """
 

@@ -14,6 +14,7 @@ import gguf_files
 import pytest
 import torch
 from finalized import model_directory, refused
+from gguf_families import made_by_transformers
 from gguf_files import STOP, Made, byte_level, made
 from program import document, printed
 from selection import some
@@ -134,6 +135,34 @@ def test_its_perplexity_is_llama_cpp_s(wide: Made, tmp_path: Path) -> None:
     told = r"eight has .* times the source's perplexity, and 0.5 times is the bound; .* --gguf f16, or"
     with pytest.raises(ProofError, match=told):
         prove.prove(tmp_path / "eight", wide.directory, wide.tokenizer, sequences, "q8_0", wide.stop, 0.5)
+
+
+FAMILIES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
+    "gpt2": ({"n_embd": 256, "n_head": 4}, {"f32": 19, "q4_k": 6, "q6_k": 3}),
+    "mixtral": (
+        {"hidden_size": 256, "intermediate_size": 512, "num_local_experts": 8},
+        {"f32": 7, "q4_k": 8, "q8_0": 4, "q5_k": 2, "q6_k": 2},
+    ),
+    "qwen2_moe": (
+        {"hidden_size": 256, "moe_intermediate_size": 96},
+        {"f32": 15, "q4_k": 16, "q5_0": 2, "q6_k": 2, "q8_0": 2},
+    ),
+    "phi3": ({"hidden_size": 256, "intermediate_size": 512}, {"f32": 5, "q4_k": 7, "q6_k": 3}),
+}
+
+
+@pytest.mark.parametrize("family", some(FAMILIES, "mixtral"))
+def test_families_of_transformers(family: str, tmp_path: Path) -> None:
+    """Matrices that are turned, in one or of experts; each file is what llama.cpp reads."""
+    shape, stored = FAMILIES[family]
+    model = made_by_transformers(tmp_path / "model", family, **shape)
+    write_gguf(tmp_path / "file", model.contents, "q4_k_m")
+    compare_contents(tmp_path / "file", model.prove_structure()[0], model.directory, model.contents, "q4_k_m")
+    sequences = [model.tokenizer.encode("".join(gguf_files.TEXTS))[:40]]
+    in_f16 = loss_in_f16(model.directory, sequences)
+    proof = prove_perplexity(tmp_path / "file", model.contents, model.tokenizer, sequences, "q4_k_m", in_f16, 2.0)
+    assert proof["stored"] == stored
+    assert proof["perplexity_ratio"] > 0.5
 
 
 SHAPE = ["model.hidden_size=256", "model.intermediate_size=512", "model.num_attention_heads=4"]
