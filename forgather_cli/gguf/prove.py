@@ -14,8 +14,8 @@ Both roundings are measured in the source alone, so that no file can widen its o
 router chooses other experts for rounded inputs; the second is not, and where it is beyond ``MOST_ROUNDING`` nothing
 could be told from noise, and nothing is written.
 
-Of files of fewer bits (``MIXTURES``) the structure is proved in fp32 too; then each tensor is what llama.cpp's quantizer
-makes of the source, read alike by two readers and near it; and the perplexity may be ``MAX_RATIO`` times that in fp16.
+Of files of fewer bits (``MIXTURES``) the structure is proved in fp32 too. Each tensor has to be what llama.cpp's own
+quantizer makes of the source, near it, and the same for two readers; the perplexity may be ``MAX_RATIO`` times f16's.
 
 Legend: T positions, V vocabulary.
 """
