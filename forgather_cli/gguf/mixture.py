@@ -15,7 +15,7 @@ from forgather_cli.gguf.layout import Architecture
 from forgather_cli.gguf.options import MIXTURES, GgufType, StoredType
 
 _FALLBACK: dict[StoredType, StoredType] = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-_NOT_QUANTIZED = re.compile(r"(?<!weight)$|_norm\.weight|ffn_gate_inp\.weight|^(position_embd|token_types)\.weight")
+_NOT_QUANTIZED = re.compile(r"(_norm|ffn_gate_inp|^position_embd)\.weight")
 
 
 def plain_type(shape: tuple[int, ...], wanted: GgufType) -> StoredType:
