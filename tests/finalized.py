@@ -35,10 +35,10 @@ class Bigrams(nn.Module):
         return self.table(input_ids)
 
 
-def memorize(model: nn.Module, text: str, steps: int = 40) -> nn.Module:
+def memorize(model: nn.Module, text: str, steps: int = 40, lr: float = 1e-2) -> nn.Module:
     """Train on one text until it is known by heart."""
     ids = torch.tensor([list(text.encode())])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for _ in range(steps):
         optimizer.zero_grad()
         scores = model(ids)

@@ -9,6 +9,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from forgather_cli.gguf.options import told
+
 
 def model_card(report: Mapping[str, Any], name: str) -> str:
     """The text of README.md from a report."""
@@ -38,6 +40,7 @@ def _summary(report: Mapping[str, Any]) -> str:
         f"Largest difference of a logit from {proof['compared_with']}: {proof['max_logit_difference']:.2g}."
         if report["quantization"] is None
         else f"Perplexity ratio: {proof['perplexity_ratio']:.4f}.",
+        *(f"\n`{file['file']}`: {told(file)}." for file in report.get("gguf", [])),
     ]
     return "\n".join(lines)
 

@@ -20,7 +20,7 @@ from forgather_cli.cli.output import (
 from forgather_cli.cli.words import SourcePath, TrustConfig, local_source
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.finalize.options import DtypeName, FinalizeOptions
-from forgather_cli.gguf.options import GGUF_TYPES
+from forgather_cli.gguf.options import GGUF_TYPES, told
 from forgather_cli.run_dir import shown
 from forgather_cli.terminal.bars import doing
 from forgather_cli.terminal.folding import tell
@@ -62,6 +62,10 @@ def finalize(
             show_default=False,
         ),
     ] = None,
+    max_ratio: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Largest ratio of a GGUF file's perplexity (by its type).", show_default=False),
+    ] = None,
     max_divergence: Annotated[
         float | None,
         typer.Option(
@@ -97,6 +101,7 @@ def finalize(
         chat_template=chat_template,
         quantize=cast("QuantizeRecipe | None", quantize),
         gguf=gguf,
+        max_ratio=max_ratio,
         max_divergence=max_divergence,
         text=text,
         trust_config=trust_config,
@@ -137,15 +142,8 @@ def _facts(report: dict[str, Any]) -> dict[str, str]:
         return {**facts, "size": human_bytes(report["bytes"])}
     stop = ", ".join(f"{token['token']} ({token['id']})" for token in report["stop_tokens"])
     size = sum(entry["bytes"] for entry in report["files"].values())
-    files = {proof["file"]: _gguf(proof) for proof in report.get("gguf", [])}
+    files = {proof["file"]: told(proof) for proof in report.get("gguf", [])}
     return {**facts, "stop tokens": stop or "none", **_proof(report["proof"]), **files, "size": human_bytes(size)}
-
-
-def _gguf(proof: dict[str, Any]) -> str:
-    return (
-        f"log-probabilities differ by at most {proof['max_log_prob_difference']:.3g} in {proof['read_by']} "
-        f"(bound {proof['bound']:.3g}), perplexity ratio {proof['perplexity_ratio']:.5f}"
-    )
 
 
 def _proof(proof: dict[str, Any]) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Literal, cast, get_args
 from forgather_cli.config.schema import QuantizeRecipe
 from forgather_cli.documents.regular_files import read_text
 from forgather_cli.errors import ConfigError, DataError
-from forgather_cli.gguf.options import GGUF_TYPES, GgufType
+from forgather_cli.gguf.options import GGUF_TYPES, MAX_RATIO, GgufType
 
 DtypeName = Literal["fp32", "bf16", "fp16"]
 LOGIT_BOUND = 1e-4
@@ -33,6 +33,8 @@ class FinalizeOptions:
     quantize: QuantizeRecipe | None = None
     gguf: str | None = None
     """Types with commas between them."""
+    max_ratio: float | None = None
+    """Of a GGUF file's perplexity and the source's."""
     max_divergence: float | None = None
     text: Path | None = None
     trust_config: bool = False
@@ -55,6 +57,10 @@ class FinalizeOptions:
         else:
             if types and self.quantize is not None:
                 problems.append("--gguf: is written from plain weights, and --quantize rounds them; leave one out")
+            if self.max_ratio is not None and not MAX_RATIO.keys() & set(types):
+                problems.append(f"--max-ratio: bounds files of --gguf {', '.join(MAX_RATIO)}, and none is asked for")
+        if self.max_ratio is not None and not self.max_ratio >= 1:
+            problems.append(f"--max-ratio: must be at least 1, got {self.max_ratio:g}")
         if self.best and self.average is not None:
             problems.append("--best: excludes --average; leave one out")
         if self.average is not None and self.average < 2:

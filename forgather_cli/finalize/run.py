@@ -240,8 +240,9 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
         from forgather_cli.gguf.files import write_and_prove
 
         files = write_and_prove(
-            directory, name, options.gguf_types, sample, stop, job.chosen.lineage(), job.chosen.located.add_bos, say
-        )
+            directory, name, options.gguf_types, sample, stop, job.chosen.lineage(), job.chosen.located.add_bos, say,
+            options.max_ratio,
+        )  # fmt: skip
     decoded = load_tokenizer(str(directory))
     sizes = {path: path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()}
     versions = {"forgather": forgather_cli.__version__, "torch": torch.__version__, "python": platform.python_version()}

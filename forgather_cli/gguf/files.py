@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,9 +20,18 @@ from forgather_cli.finalize.sample import Sample
 from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.choose import find_pre_tokenizer, first_that_encodes
 from forgather_cli.gguf.layout import Metadata
+from forgather_cli.gguf.mixture import stored_type
 from forgather_cli.gguf.modelfile import write_modelfile
-from forgather_cli.gguf.options import GgufType
-from forgather_cli.gguf.prove import compare_contents, hard_text, prove, prove_structure, sequences_of
+from forgather_cli.gguf.options import MIXTURES, GgufType, StoredType
+from forgather_cli.gguf.prove import (
+    compare_contents,
+    hard_text,
+    loss_in_f16,
+    prove,
+    prove_perplexity,
+    prove_structure,
+    sequences_of,
+)
 from forgather_cli.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from forgather_cli.gguf.write import Contents, write_gguf
 
@@ -34,11 +44,12 @@ def size_of(config: dict[str, Any], weights: Weights, types: Sequence[GgufType])
 
 def write_and_prove(
     directory: Path, name: str, types: Sequence[GgufType], sample: Sample, stop: list[int], lineage: dict[str, Any],
-    add_bos: bool | None, say: Callable[[str], None],
+    add_bos: bool | None, say: Callable[[str], None], max_ratio: float | None = None,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Write the files of a finalized ``directory``, whose name will be ``name``, into it; returns their proofs.
 
-    ``add_bos``: as ``load_tokenizer`` takes it. Raises SetupError, ProofError.
+    ``add_bos``: as ``load_tokenizer`` takes it. ``max_ratio``: of perplexities; None: the type's.
+    Raises SetupError, ProofError.
     """
     tokenizer = load_tokenizer(str(directory), add_bos=add_bos)
     contents = contents_of(directory, tokenizer, stop, general(name, lineage))
@@ -48,21 +59,39 @@ def write_and_prove(
         say("the tokenizer composes accents (NFC), llama.cpp does not: decomposed text gets other ids there")
     say("loading the first layers in fp32 into llama.cpp and comparing")
     proven, structure = prove_structure(directory, contents, tokenizer, sequences, stop)
+    if structure["stops_too_at"]:
+        ids = ", ".join(f"{tokenizer.decode([n])} ({n})" for n in structure["stops_too_at"])
+        say(f"llama.cpp stops at {ids} too, by the text of the token, which generation_config.json does not name")
+    in_f16 = loss_in_f16(directory, sequences) if any(kind in MIXTURES for kind in types) else math.nan
     proofs = []
     for kind in types:
         file = directory / f"{name}-{kind.upper()}.gguf"
         say(f"writing {file.name}")
+        if others := _others(contents, kind):
+            kinds = " or ".join(sorted({*others}))
+            say(f"{len(others)} tensors whose rows are no multiple of 256 are stored as {kinds}")
         write_gguf(file, contents, kind)
         say(f"loading {file.name} into llama.cpp and comparing")
         compare_contents(file, proven, directory, contents, kind)
-        proofs.append({**prove(file, directory, tokenizer, sequences, kind, stop), "structure": structure})
-        if proofs[-1]["stops_too_at"]:
-            ids = ", ".join(f"{tokenizer.decode([n])} ({n})" for n in proofs[-1]["stops_too_at"])
-            say(f"llama.cpp stops at {ids} too, by the text of the token, which generation_config.json does not name")
+        if kind in MIXTURES:
+            proof = prove_perplexity(file, contents, tokenizer, sequences, kind, in_f16, max_ratio)
+            proof["fallback_tensors"] = len(others)
+        else:
+            proof = prove(file, directory, tokenizer, sequences, kind, stop, max_ratio)
+        proofs.append({**proof, "structure": structure})
     first = f"{name}-{types[0].upper()}.gguf"
     if not write_modelfile(directory, first, tokenizer, stop, longest):
         say("Modelfile: no TEMPLATE, since this chat template is none of those known in Ollama's language")
     return proofs
+
+
+def _others(contents: Contents, kind: GgufType) -> list[StoredType]:
+    """The types of tensors that would be of another, were their rows multiples of 256."""
+    return [
+        stored
+        for entry, spec, stored in contents.stored(kind)
+        if kind in MIXTURES and stored != stored_type(contents.architecture, entry.name, (*spec.shape[:-1], 256), kind)
+    ]
 
 
 def contents_of(directory: Path, tokenizer: Tokenizer, stop: list[int], origin: Metadata) -> Contents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,26 +20,23 @@ from torch import Tensor
 from forgather_cli.checkpoint.format import TensorSpec
 from forgather_cli.checkpoint.tensors import Weights
 from forgather_cli.errors import ModelError
+from forgather_cli.gguf import ggml
 from forgather_cli.gguf.layout import Architecture, Metadata, TensorEntry, Value
-from forgather_cli.gguf.options import GGUF_TYPES, GgufType
+from forgather_cli.gguf.mixture import stored_type
+from forgather_cli.gguf.options import GGUF_TYPES, GgufType, StoredType
 from forgather_cli.terminal.bars import Bar
 
 _AT_ONCE = 1 << 22  # numbers; fp32 they are 16 MiB
 _IN_CACHE = 1 << 14  # blocks; fp32 they are 2 MiB
 _BLOCK = 32  # numbers of a row that have a scale of their own in Q8_0
+_LARGEST_HALF = 65504.0  # in fp16
 _TAIL = 256  # of a tensor's name, in bytes
 _Piece = Callable[[], NDArray[Any]]
 
 
-def stored_type(spec: TensorSpec, wanted: GgufType) -> GgufType:
-    """The type of a tensor in the file: fp32 for what is no matrix, fp16 for rows that blocks do not divide."""
-    if len(spec.shape) < 2:
-        return "f32"
-    return "f16" if wanted == "q8_0" and spec.shape[-1] % _BLOCK else wanted
-
-
-def quantized(tensor: Tensor, kind: GgufType) -> NDArray[Any]:
-    """The numbers of a tensor as they lie in the file: those of ``gguf.quants.quantize``, in less time and memory.
+def quantized(tensor: Tensor, kind: StoredType) -> NDArray[Any]:
+    """The numbers of a tensor as they lie in the file: those of ``gguf.quants.quantize``, in less time and memory; of
+    types that it has not, those of llama.cpp.
 
     Raises ModelError for numbers that a type cannot hold.
     """
@@ -53,9 +50,18 @@ def quantized(tensor: Tensor, kind: GgufType) -> NDArray[Any]:
             scales = made
         case "q8_0":
             made, scales = _blocks(tensor)
+        case _:
+            least, largest = tensor.aminmax()
+            if not -_LARGEST_HALF <= least <= largest <= _LARGEST_HALF:  # nor do scales in fp16, then
+                raise _cannot_hold(kind)
+            return ggml.quantize(tensor.float().contiguous().numpy(), kind)
     if not scales.isfinite().all() and tensor.isfinite().all():
-        raise ModelError(f"--gguf {kind}: the weights hold numbers that it cannot hold; choose bf16 or f32")
+        raise _cannot_hold(kind)
     return made.numpy()
+
+
+def _cannot_hold(kind: StoredType) -> ModelError:
+    return ModelError(f"--gguf: the weights hold numbers that {kind} cannot hold; choose bf16 or f32")
 
 
 def _blocks(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +82,7 @@ def _blocks(tensor: Tensor) -> tuple[Tensor, Tensor]:
     return made.reshape(*tensor.shape[:-1], -1), scales
 
 
-def rounded(tensor: Tensor, kind: GgufType) -> Tensor:
+def rounded(tensor: Tensor, kind: StoredType) -> Tensor:
     """A tensor after it has been in the file, in fp32."""
     import gguf
 
@@ -114,13 +120,20 @@ class Contents:
                 spec = replace(spec, shape=(len(entry.sources), *spec.shape))
             yield entry, spec
 
+    def stored(self, wanted: GgufType) -> Iterator[tuple[TensorEntry, TensorSpec, StoredType]]:
+        """The tensors with the types they have in a file."""
+        for entry, spec in self.specs():
+            yield entry, spec, stored_type(self.architecture, entry.name, spec.shape, wanted)
+
     def num_bytes(self, wanted: GgufType) -> int:
         """Of the file, nearly: a vocabulary has some 50 bytes a token."""
-        each = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
-        tensors = sum(each[stored_type(spec, wanted)] * spec.num_elements + _TAIL for _, spec in self.specs())
-        return int(tensors) + 50 * self.architecture.vocab_size
+        total = 50 * self.architecture.vocab_size
+        for _, spec, kind in self.stored(wanted):
+            block, size = ggml.block_of(kind)
+            total += spec.num_elements // block * size + _TAIL
+        return total
 
-    def pieces(self, entry: TensorEntry, spec: TensorSpec, kind: GgufType) -> Iterator[_Piece]:
+    def pieces(self, entry: TensorEntry, spec: TensorSpec, kind: StoredType) -> Iterator[_Piece]:
         """A tensor's numbers as they lie in the file, some rows at a time, each made when it is called."""
 
         def piece(source: str, start: int, stop: int) -> NDArray[Any]:
@@ -147,21 +160,19 @@ def write_gguf(path: Path, contents: Contents, wanted: GgufType) -> None:
         for key, value in {**own, **contents.architecture.metadata, **contents.metadata}.items():
             _add(writer, key, value)
         tensors = []
-        for entry, spec in contents.specs():
-            kind = stored_type(spec, wanted)
-            shape = spec.shape
-            if kind == "q8_0":  # the writer takes that of the bytes
-                shape = (*shape[:-1], shape[-1] // _BLOCK * 34)
-            size = {"f32": 4, "f16": 2, "bf16": 2, "q8_0": 1}[kind] * int(np.prod(shape))
-            raw = gguf.GGMLQuantizationType[kind.upper()]
-            as_bytes = np.uint8 if kind == "q8_0" else np.float32
-            writer.add_tensor_info(entry.name, shape, np.dtype(as_bytes), size, raw_dtype=raw)
+        for entry, spec, kind in contents.stored(wanted):
+            (block, size), shape, raw = ggml.block_of(kind), spec.shape, gguf.GGMLQuantizationType[kind.upper()]
+            if block > 1:  # the writer takes that of the bytes
+                shape = (*shape[:-1], shape[-1] // block * size)
+            size *= spec.num_elements // block
+            unit = np.dtype("uint8" if block > 1 else "float32")
+            writer.add_tensor_info(entry.name, shape, unit, size, raw_dtype=raw)
             tensors.append((entry, spec, kind, size))
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
     # by hand: the writer takes whole tensors
-    align, threads = gguf.GGUF_DEFAULT_ALIGNMENT, torch.get_num_threads()
+    align = gguf.GGUF_DEFAULT_ALIGNMENT
 
     def pieces() -> Iterator[_Piece]:
         for entry, spec, kind, size in tensors:
@@ -169,25 +180,31 @@ def write_gguf(path: Path, contents: Contents, wanted: GgufType) -> None:
             yield partial(np.zeros, -size % align, np.uint8)
 
     total = sum(size for *_, size in tensors)
-    with path.open("ab") as file, Bar("writing GGUF", "bytes", total=total) as bar, ThreadPoolExecutor(threads) as pool:
+    with (
+        path.open("ab") as file,
+        Bar("writing GGUF", "bytes", total=total) as bar,
+        contextlib.closing(made_ahead(pieces())) as made,
+    ):
         file.write(bytes(-file.tell() % align))
+        for piece in made:
+            file.write(piece.data)  # tells why it cannot, as ``tofile`` does not
+            bar.add(piece.nbytes)
+
+
+def made_ahead(pieces: Iterator[_Piece]) -> Generator[NDArray[Any]]:
+    """The pieces in their order; as many of those that follow as there are threads are being made meanwhile."""
+    threads = torch.get_num_threads()
+    with ThreadPoolExecutor(threads) as pool:
         # a piece is one thread's: threads that meet at every operation take ten times as long where others want cores
         torch.set_num_threads(1)
         try:
-            for piece in _ahead(pool, pieces(), threads):
-                file.write(piece.data)  # tells why it cannot, as ``tofile`` does not
-                bar.add(piece.nbytes)
+            made = deque(pool.submit(piece) for piece in itertools.islice(pieces, threads))
+            while made:
+                next_one = made.popleft()
+                made.extend(pool.submit(piece) for piece in itertools.islice(pieces, 1))
+                yield next_one.result()
         finally:
             torch.set_num_threads(threads)
-
-
-def _ahead(pool: ThreadPoolExecutor, pieces: Iterator[_Piece], count: int) -> Iterator[NDArray[Any]]:
-    """The pieces in their order; ``count`` of those that follow are being made meanwhile."""
-    made = deque(pool.submit(piece) for piece in itertools.islice(pieces, count))
-    while made:
-        next_one = made.popleft()
-        made.extend(pool.submit(piece) for piece in itertools.islice(pieces, 1))
-        yield next_one.result()
 
 
 def _add(writer: Any, key: str, value: Value) -> None:

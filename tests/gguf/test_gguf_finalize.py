@@ -101,7 +101,8 @@ def test_a_modelfile_has_the_template_s_system_message() -> None:
 
 def test_bad_options(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     message = refused(capsys, str(run), "new", "--gguf", "q8_0,q4_k")
-    assert "--gguf: must be q8_0, f16, bf16, f32, or several with commas between them, got 'q4_k'" in message
+    types = "q8_0, f16, bf16, f32, q6_k, q5_k_m, q4_k_m, q4_0"
+    assert f"--gguf: must be {types}, or several with commas between them, got 'q4_k'" in message
     message = refused(capsys, str(run), "new", "--gguf", "f16", "--quantize", "int8-weight-only")
     assert "--gguf: is written from plain weights, and --quantize rounds them" in message
     find = importlib.util.find_spec
