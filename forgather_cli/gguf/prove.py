@@ -94,17 +94,20 @@ def sequences_of(sample: Sample, longest: int | None) -> list[list[int]]:
 
 
 def expect(directory: Path, sequences: list[list[int]], kind: GgufType) -> Expected:
-    """Measure the model in a directory, which is not in memory afterwards."""
-    source = load_located(Located(directory, None, None), dtype=None)
-
+    """Measure the model in a directory, which is not in memory afterwards. Of an adapter the base stays as it is
+    stored, and the adapter's numbers alone are rounded."""
+    source = load_located(Located(directory, None, None), dtype=None, as_stored=True)
     theirs = getattr(source.model, "theirs", None)
     if theirs is not None:  # products of one expert each, whose inputs can be rounded
         theirs.set_experts_implementation("eager")
     turned = {
         m.get_parameter("weight").data_ptr() for m in source.model.modules() if type(m).__name__ == "Conv1D"
     }  # GPT-2's
+    of_adapter = {p.data_ptr() for name, p in source.model.named_parameters() if "lora_" in name}
 
     def stored(tensor: Tensor) -> Tensor:
+        if of_adapter and tensor.data_ptr() not in of_adapter:
+            return tensor.float()
         if tensor.data_ptr() in turned:
             return rounded(tensor.t(), _type_of(tensor.t(), kind)).t().to(tensor.device)
         return rounded(tensor, _type_of(tensor, kind)).to(tensor.device)
@@ -120,9 +123,10 @@ def expect(directory: Path, sequences: list[list[int]], kind: GgufType) -> Expec
     with in_fp32(source.model):
         exact = log_probs()
     with in_fp32(source.model, stored):
-        with_stored = log_probs()
-        with _as_the_reader_rounds(source.model, kind):
-            inexact = log_probs()
+        inexact = with_stored = log_probs()
+        if not of_adapter:
+            with _as_the_reader_rounds(source.model, kind):
+                inexact = log_probs()
     targets = torch.tensor([token for ids in sequences for token in (*ids[1:], -1)])
     return Expected(exact, with_stored, inexact, targets)
 
@@ -178,31 +182,43 @@ def prove_structure(
 
     ``contents``: of a file of all layers. Returns what their file says, and the proof. Raises ProofError.
     """
+    folder = directory / "first_layers"
+    count, file = write_first_layers(directory, contents, tokenizer, folder)
+    proof, proven = prove(file, folder, tokenizer, sequences, "f32", stop), said_by(file)
+    remove(folder)
+    return proven, {"layers": count, **proof}
+
+
+def is_in_first(name: str, count: int) -> bool:
+    """Whether a file of so many layers has this tensor."""
+    block = re.match(r"blk\.(\d+)", name)
+    return block is None or int(block[1]) < count
+
+
+def write_first_layers(
+    directory: Path, contents: Contents, tokenizer: Tokenizer, folder: Path, least: int = 0
+) -> tuple[int, Path]:
+    """A model directory and a file in fp32 of a whole period of a model's layers, or of ``least``. Their number."""
     config, weights = read_json_object(directory / "config.json", ModelError), Weights(directory)
     model = contents.architecture
     layers = cast("int", model.metadata[f"{model.name}.block_count"])
-    count = min(model.period, layers)
+    count = min(max(model.period, least), layers)
     config |= {key: each[:count] for key, each in config.items() if isinstance(each, list) and len(each) == layers}
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = count
     if model.name == "gemma3":  # llama.cpp divides by something else where there are 62 layers
         config["query_pre_attn_scalar"] = model.metadata["gemma3.attention.key_length"]
-    names: set[str] = set()
-    for entry in model.entries(weights.names):
-        block = re.match(r"blk\.(\d+)", entry.name)
-        names.update(entry.sources if block is None or int(block[1]) < count else ())
-    folder = directory / "first_layers"
+    entries = model.entries(weights.names)
+    names = {source for entry in entries if is_in_first(entry.name, count) for source in entry.sources}
     write_weights(folder, map(weights.spec, sorted(names)), weights)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer.save(folder)
     first = replace(model, metadata={**model.metadata, f"{model.name}.block_count": count})
     file = folder / "first-layers-F32.gguf"
     write_gguf(file, replace(contents, architecture=first, weights=Weights(folder)), "f32")
-    proof, proven = prove(file, folder, tokenizer, sequences, "f32", stop), _metadata(file)
-    remove(folder)
-    return proven, {"layers": count, **proof}
+    return count, file
 
 
-def _metadata(file: Path) -> Metadata:
+def said_by(file: Path) -> Metadata:
     """What a file says, but for what one of some layers, or of another type, says otherwise."""
     import gguf
 
@@ -214,7 +230,7 @@ def compare_contents(file: Path, proven: Metadata, directory: Path, contents: Co
     """Raise ProofError for a file that does not say what is ``proven``, or has other weights than ``directory``."""
     import gguf
 
-    found = _metadata(file)
+    found = said_by(file)
     for key in sorted(found | proven):
         if (got := found.get(key)) != (wanted := proven.get(key)):
             raise _not_the_model(file, f"its {key} is {str(got)[:60]}, in its first layers {str(wanted)[:60]}")
@@ -238,16 +254,16 @@ def compare_contents(file: Path, proven: Metadata, directory: Path, contents: Co
 
 
 def prove(
-    file: Path, directory: Path, tokenizer: Tokenizer, sequences: list[list[int]], kind: GgufType, stop: list[int]
+    file: Path, directory: Path, tokenizer: Tokenizer, sequences: list[list[int]], kind: GgufType, stop: list[int],
+    lora: tuple[str, float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Compare a file with the model directory that it was made of; the proof for the report.
 
-    ``tokenizer``: the directory's, with the run's rule for what stands before a text. Raises ProofError.
+    ``tokenizer``: the directory's, with the run's rule for what stands before a text. ``lora``: the file of the
+    adapter that the directory has, and by how much it is scaled. Raises ProofError.
     """
     expected = expect(directory, sequences, kind)
-    likely = expected.stored > math.log(_LIKELY)
-    best = expected.stored.topk(min(_BEST, likely.shape[1]))
-    likely.scatter_(1, best.indices, True)
+    likely = likely_of(expected.stored)
     special = list(dict.fromkeys([*stop, *getattr(tokenizer, "all_special_ids", [])]))
     texts = hard_text(
         dict.fromkeys([*map(tokenizer.decode, ([n] for n in special[:8])), *added_tokens(directory)[:24]])
@@ -256,6 +272,7 @@ def prove(
     made = llama_cpp(
         "measure",
         model=str(file),
+        lora=lora,
         threads=torch.get_num_threads(),
         sequences=sequences,
         probabilities=min(likely.shape[1], 2 * int(likely.sum(-1).max()) + 100),
@@ -277,10 +294,6 @@ def prove(
     )
     largest, typical = (min(float(each(apart)), float(each(rounded_alike))) for each in (torch.max, torch.median))
     bound, typical_bound = max(BOUNDS[kind], 2 * float(own.max())), max(TYPICAL, 1.25 * float(own.median()))
-    targets = expected.targets[expected.targets >= 0]
-    losses = [F.nll_loss(each[expected.targets >= 0], targets) for each in (expected.exact, expected.stored)]
-    divergence = F.kl_div(expected.stored, expected.exact, reduction="batchmean", log_target=True)
-    ratio = math.exp(min(float(losses[1] - losses[0]), 700.0))
     proof: dict[str, Any] = {
         "file": file.name,
         "type": kind,
@@ -293,8 +306,7 @@ def prove(
         "bound": bound,
         "median_difference_beside_rounding": typical,
         "median_bound": typical_bound,
-        "perplexity_ratio": ratio,
-        "mean_kl": float(divergence),
+        **(cost := cost_of_rounding(expected)),
         "texts": len(texts),
     }
     if not (noise := float(own.median())) <= MOST_ROUNDING:
@@ -308,10 +320,7 @@ def prove(
         raise _not_the_model(
             file, f"the log-probabilities differ by {typical:.3g} (median), the bound is {typical_bound:.3g}"
         )
-    if kind == "q8_0" and not ratio <= RATIO_BOUND:
-        raise _not_the_model(
-            file, f"its perplexity is {ratio:.4g} times the source's, the bound is {RATIO_BOUND}; choose --gguf f16"
-        )
+    check_cost(file, cost, kind)
     for text, ids in zip(texts, made["texts"], strict=True):
         wanted = [*tokenizer.prefix_tokens, *tokenizer.encode(text), *tokenizer.suffix_tokens]
         if ids != wanted:
@@ -323,6 +332,29 @@ def prove(
     if template is not None:
         proof["chat"] = _compare_chat(file, template, tokenizer, made["chat"])
     return proof
+
+
+def likely_of(log_probs: Tensor) -> Tensor:
+    """Those that are compared (T, V), bool."""
+    likely = log_probs > math.log(_LIKELY)
+    best = log_probs.topk(min(_BEST, likely.shape[1]))
+    return likely.scatter_(1, best.indices, True)
+
+
+def cost_of_rounding(expected: Expected) -> dict[str, float]:
+    """What the rounding of the weights costs, for the report."""
+    targets = expected.targets[expected.targets >= 0]
+    losses = [F.nll_loss(each[expected.targets >= 0], targets) for each in (expected.exact, expected.stored)]
+    divergence = F.kl_div(expected.stored, expected.exact, reduction="batchmean", log_target=True)
+    return {"perplexity_ratio": math.exp(min(float(losses[1] - losses[0]), 700.0)), "mean_kl": float(divergence)}
+
+
+def check_cost(file: Path, cost: dict[str, float], kind: GgufType) -> None:
+    """Raise ProofError for a Q8_0 that costs too much."""
+    if kind == "q8_0" and not (ratio := cost["perplexity_ratio"]) <= RATIO_BOUND:
+        raise _not_the_model(
+            file, f"its perplexity is {ratio:.4g} times the source's, the bound is {RATIO_BOUND}; choose --gguf f16"
+        )
 
 
 def _compare_chat(file: Path, template: ChatTemplate, tokenizer: Tokenizer, made: dict[str, Any]) -> str:
