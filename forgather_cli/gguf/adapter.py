@@ -1,21 +1,21 @@
 """An adapter as a GGUF file, which llama.cpp's ``--lora`` lays beside a file of its base.
 
-Of a matrix NAME of the base it has ``NAME.lora_a`` (r, in) and ``NAME.lora_b`` (out, r), of experts X of each; to its
-product llama.cpp adds that of the two, times ``adapter.lora.alpha`` / r (src/llama-adapter.cpp, src/llama-graph.cpp,
-October 2026). It takes neither rows of tokens nor whole matrices, and of an embedding alone nothing that DoRA has.
+Of a matrix NAME of the base it has ``NAME.lora_a`` (r, in) and ``NAME.lora_b`` (out, r), of experts X of each;
+llama.cpp adds their product times ``adapter.lora.alpha`` / r (src/llama-adapter.cpp and llama-graph.cpp, October 2026).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -34,40 +34,52 @@ from forgather_cli.gguf import prove
 from forgather_cli.gguf.architecture import architecture_of
 from forgather_cli.gguf.families import turned
 from forgather_cli.gguf.files import contents_of, general
-from forgather_cli.gguf.layout import Architecture, Change, TensorEntry
+from forgather_cli.gguf.layout import Architecture, Change, Metadata, TensorEntry
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.write import Contents, write_gguf
 from forgather_cli.models.build import build_model, directory_option
 
 TYPES = ("f32", "f16", "bf16", "q8_0")
 _MOVES = 100 * prove.BOUNDS["f32"]
-"""By how much an adapter has to move a log-probability where it is compared, so that the bound tells: nats."""
+"""By how much an adapter has to move a log-probability, so that the bound tells anything of it: nats."""
+
+
+@dataclass(frozen=True)
+class AdaptedMatrix:
+    """A matrix of the base with what lies beside it."""
+
+    name: str
+    """In the base's file."""
+    parameter: str
+    """In the model."""
+    is_layer: bool
+    """Its layer is adapted, else the parameter itself."""
+    pair: tuple[TensorEntry, ...]
+    """The sources are names in the adapter's file."""
 
 
 @dataclass(frozen=True)
 class AdapterArchitecture(Architecture):
     """An adapter as llama.cpp knows it."""
 
-    pairs: tuple[TensorEntry, ...] = ()
-    """Its tensors; a source is a name in the adapter's file."""
-    beside: tuple[tuple[str, str, bool], ...] = ()
-    """Of each adapted matrix the tensor in the base's file, the parameter, and whether that has a layer's adapter."""
+    matrices: tuple[AdaptedMatrix, ...] = ()
 
     @property
     def vocab_size(self) -> int:
-        return 0  # it has none
+        return 0  # the base has it
 
     def entries(self, names: Iterable[str]) -> Iterator[TensorEntry]:
-        yield from self.pairs
+        for matrix in self.matrices:
+            yield from matrix.pair
 
-    @property
+    def of_first(self, count: int) -> AdapterArchitecture:
+        """That of so many layers."""
+        return replace(self, matrices=tuple(each for each in self.matrices if prove.is_in_first(each.name, count)))
+
     def least_layers(self) -> int:
-        """So many layers of the base have each kind of matrix with an adapter."""
-        first: dict[str, int] = {}
-        for name, *_ in self.beside:
-            if block := re.match(r"blk\.(\d+)\.(.*)", name):
-                first[block[2]] = min(first.get(block[2], int(block[1])), int(block[1]))
-        return 1 + max(first.values(), default=0)
+        """In so many layers of the base each kind of matrix is adapted that is in any."""
+        blocks = reversed([re.match(r"blk\.(\d+)\.(.*)", each.name) for each in self.matrices])
+        return 1 + max({block[2]: int(block[1]) for block in blocks if block}.values(), default=0)
 
 
 def architecture_of_adapter(adapter: AdapterDirectory, types: Sequence[GgufType] = ()) -> AdapterArchitecture:
@@ -81,56 +93,57 @@ def architecture_of_adapter(adapter: AdapterDirectory, types: Sequence[GgufType]
             "--gguf out"
         )
 
-    base, settings = architecture_of(read_json_object(adapter.base / "config.json", ModelError)), adapter.settings
-    if settings.is_dora or adapter.trainable:
+    base = replace(architecture_of(read_json_object(adapter.base / "config.json", ModelError)), rope_factors=None)
+    if (settings := adapter.settings).is_dora or adapter.trainable:
         raise refused("DoRA" if settings.is_dora else "what is trained whole (modules_to_save)")
     with torch.device("meta"):
         model = build_model(directory_option(adapter.base), vocab_size=base.vocab_size, seq_len=1)
     with bounded(settings):
-        found_layers, parameters = targets(model, settings), parameter_targets(model, settings)
-    attach_adapters(model, settings, found_layers, parameters, torch.float32)
+        attach_adapters(model, settings, targets(model, settings), parameter_targets(model, settings), torch.float32)
     attach_rows_of(model, settings, torch.float32)
-    found: dict[str, tuple[str, layers.LowRank, int, bool]] = {}
+    alpha = settings.lora_alpha * (math.sqrt(settings.r) if settings.use_rslora else 1) or 1.0  # 0 would mean r
+    found: dict[str, tuple[str, bool, float, int]] = {}
+    layer: Any
     for path, layer in layers.adapted_layers(model):
         if isinstance(layer, layers.TokenRows | layers.AdaptedEmbedding):
-            raise refused(f"{'rows of tokens' if isinstance(layer, layers.TokenRows) else 'an adapter'} in {path}")
+            raise refused(f"an adapter of {path}" if hasattr(layer, "adapter") else f"training of rows of {path}")
+        of_module = isinstance(layer, layers.AdaptedParameters)
         for number, own in enumerate(layer.adapted):
-            of_module = isinstance(layer, layers.AdaptedParameters)
             shape = layer.adapters[own] if of_module else layer.adapter
-            experts = layers.parameter_sizes(layer, own)[0] if of_module and layer.get_parameter(own).ndim > 2 else 0
-            inside = ".base_layer" * (len(layer.adapted) - 1 - number)
-            found[f"{path}.{own}"] = f"{ADAPTER_PREFIX}{path}{inside}", shape, experts, not of_module
-    # of most: the rest is in lora_b; 0 would mean a scale of 1
-    alpha = Counter(shape.scaling * shape.rank for _, shape, *_ in found.values()).most_common(1)[0][0] or 1.0
-    entries = list(base.entries(found))
-    if left := found.keys() - {entry.sources[0] for entry in entries}:
-        raise refused(f"an adapter of {min(left)}, which the embedding is too,")
-    pairs = []
-    for entry in entries:
-        stored, shape, experts, _ = found[entry.sources[0]]
-        lower, raised = _changes(shape.scaling * shape.rank / alpha, experts, entry.change)
-        pairs.append(TensorEntry(f"{entry.name}.lora_a", (f"{stored}.lora_A.weight",), lower))
-        pairs.append(TensorEntry(f"{entry.name}.lora_b", (f"{stored}.lora_B.weight",), raised))
-    metadata = {"adapter.type": "lora", "adapter.lora.alpha": float(alpha)}
-    beside = tuple((entry.name, entry.sources[0], found[entry.sources[0]][3]) for entry in entries)
-    return AdapterArchitecture(base.name, metadata, base.is_tied, {}, None, base.period, tuple(pairs), beside)
+            experts = len(layer.get_parameter(own)) if of_module and layer.get_parameter(own).ndim > 2 else 0
+            stored = f"{ADAPTER_PREFIX}{path}{'.base_layer' * (len(layer.adapted) - 1 - number)}"
+            found[f"{path}.{own}"] = stored, not of_module, shape.scaling * shape.rank / alpha, experts
+    matrices = []
+    for entry in base.entries(found):
+        stored, is_layer, factor, experts = found[entry.sources[0]]
+        names = f"{stored}.lora_A.weight", f"{stored}.lora_B.weight"
+        changes = zip("ab", names, _changes(factor, experts, entry.change), strict=True)
+        pair = tuple(TensorEntry(f"{entry.name}.lora_{which}", (name,), change) for which, name, change in changes)
+        matrices.append(AdaptedMatrix(entry.name, entry.sources[0], is_layer, pair))
+    if left := found.keys() - {each.parameter for each in matrices}:
+        raise refused(f"an adapter of {min(left)}, which is the embedding's,")
+    metadata: Metadata = {"adapter.type": "lora", "adapter.lora.alpha": float(alpha)}
+    return AdapterArchitecture(base.name, metadata, base.is_tied, {}, None, base.period, tuple(matrices))
 
 
 def _changes(factor: float, experts: int, change: Change | None) -> tuple[Change | None, Change]:
     """What is made of A and of B: what ``change`` does with rows of the product, it does with those of B."""
 
+    def lower(tensor: Tensor) -> Tensor:
+        return tensor.reshape(experts, -1, tensor.shape[1])
+
     def raised(tensor: Tensor) -> Tensor:
         made = tensor.float() * factor
         if experts:
-            made = made.unflatten(1, (-1, experts)).permute(2, 0, 1)
-        return made if change is None or change is turned else change(made)  # whose product is (in, out) in torch
+            made = made.reshape(len(made), -1, experts).permute(2, 0, 1)
+        return made if change is None or change is turned else change(made)  # (out, r) beside GPT-2's (in, out) too
 
-    return (lambda tensor: tensor.unflatten(0, (experts, -1))) if experts else None, raised
+    return lower if experts else None, raised
 
 
 def size_beside(base: Contents, adapter: AdapterDirectory, types: Sequence[GgufType]) -> int:
-    """Bytes of an adapter's files, nearly, and of the first layers of its base, twice, beside which it is proved."""
-    count = max(base.architecture.period, architecture_of_adapter(adapter).least_layers)
+    """Bytes of an adapter's files, nearly, and twice those of the base's first layers, beside which it is proved."""
+    count = max(base.architecture.period, architecture_of_adapter(adapter).least_layers())
     first = sum(8 * spec.num_elements for entry, spec in base.specs() if prove.is_in_first(entry.name, count))
     return first + 2 * (1 + len(types)) * sum(file.stat().st_size for file in adapter.path.glob(WEIGHTS))
 
@@ -143,56 +156,50 @@ def write_and_prove_adapter(
     made, folder = architecture_of_adapter(adapter), directory / "first_layers"
     base = contents_of(adapter.base, tokenizer, stop, {})
     sequences = prove.sequences_of(sample, base.architecture.context_length)
-    count, file = prove.write_first_layers(adapter.base, base, tokenizer, folder, made.least_layers)
-    linked = folder / "adapter"
-    linked.mkdir()
-    (linked / SINGLE).symlink_to(directory / WEIGHTS)
-    contents = Contents(made, Weights(linked), {**general(name, lineage), "general.type": "adapter"})
-    first = replace(
-        made,
-        pairs=tuple(entry for entry in made.pairs if prove.is_in_first(entry.name, count)),
-        beside=tuple(each for each in made.beside if prove.is_in_first(each[0], count)),
-    )
-    write_gguf(linked / "adapter-F32.gguf", replace(contents, architecture=first), "f32")
+    count, file = prove.write_first_layers(adapter.base, base, tokenizer, folder, made.least_layers())
+    beside, lora = folder / "adapter", folder / "first-layers-adapter-F32.gguf"
+    tokenizer.save(beside)
+    (beside / SINGLE).symlink_to(directory / WEIGHTS)
+    contents = Contents(made, Weights(beside), {**general(name, lineage), "general.type": "adapter"})
+    first = made.of_first(count)
+    write_gguf(lora, replace(contents, architecture=first), "f32")
+    save_file({name: contents.weights[name] for each in first.entries(()) for name in each.sources}, beside / WEIGHTS)
     say("loading the first layers in fp32 and the adapter into llama.cpp and comparing")
-    facts = {"layers": count, **_put_beside(folder, adapter, first, contents.weights, sequences)}
-    if not facts["moves"]:
+    told = _scaled(beside, adapter, first, sequences)
+    if not told["moves"]:
         say("the adapter moves nothing there, as before training: of its numbers llama.cpp tells nothing")
-    lora = str(linked / "adapter-F32.gguf"), facts["adapter_scale"]
-    structure = {**facts, **prove.prove(file, folder, tokenizer, sequences, "f32", stop, lora)}
-    proven, proofs = prove.said_by(linked / "adapter-F32.gguf"), []
+    proof = prove.prove(file, beside, tokenizer, sequences, "f32", stop, (str(lora), told["adapter_scale"]))
+    proofs = []
     for kind in types:
         file = directory / f"{name}-{kind.upper()}.gguf"
         say(f"writing {file.name}")
         write_gguf(file, contents, kind)
-        prove.compare_contents(file, proven, linked, contents, kind)
-        cost = prove.cost_of_rounding(prove.expect(directory, sequences, kind))
-        prove.check_cost(file, cost, kind)
-        proofs.append({**structure, "file": file.name, "type": kind, **cost, "structure": structure})
+        prove.compare_contents(file, prove.said_by(lora), beside, contents, kind)
+        found = prove.expect(directory, sequences, kind)
+        losses = [F.nll_loss(each, found.targets, ignore_index=-1) for each in (found.exact, found.stored)]
+        told["perplexity_ratio"] = math.exp(losses[1] - losses[0])
+        proofs.append({**proof, **told, "file": file.name, "type": kind, "layers": count})
     remove(folder)
     return proofs
 
 
-def _put_beside(
-    folder: Path, adapter: AdapterDirectory, first: AdapterArchitecture, weights: Weights, sequences: list[list[int]]
+def _scaled(
+    beside: Path, adapter: AdapterDirectory, first: AdapterArchitecture, sequences: list[list[int]]
 ) -> dict[str, float]:
-    """Put the adapter of the first layers beside them, scaled so that it moves what is compared by more than the bound
-    is wide. Returns the scale, and by how much it moves a log-probability as it is, and scaled."""
-    before = prove.expect(folder, sequences, "f32").exact
-    likely, settings = prove.likely_of(before), adapter.settings
-    save_file({name: weights[name] for entry in first.pairs for name in entry.sources}, folder / WEIGHTS)
-    config = read_json_object(adapter.path / CONFIG, ModelError) | {
-        "base_model_name_or_path": str(folder),
-        "target_modules": [name.removesuffix(".weight") for _, name, is_layer in first.beside if is_layer],
-        "target_parameters": [name for _, name, is_layer in first.beside if not is_layer],
-    }
+    """Have the folder ``beside`` say what the adapter of the first layers is, scaled until it moves them by more than
+    the bound of the proof. Returns the scale, and by how much a log-probability is moved without and with it."""
+    config, settings = read_json_object(adapter.path / CONFIG, ModelError), adapter.settings
+    config["base_model_name_or_path"] = str(beside.parent)
+    config["target_modules"] = [m.parameter.removesuffix(".weight") for m in first.matrices if m.is_layer]
+    config["target_parameters"] = [m.parameter for m in first.matrices if not m.is_layer]
+    before = prove.expect(beside.parent, sequences, "f32").exact
     scale, moves = 1.0, list[float]()
     while True:
-        patterns = {key: value * scale for key, value in settings.alpha_pattern.items()}
-        config |= {"lora_alpha": settings.lora_alpha * scale, "alpha_pattern": patterns}
-        (folder / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        after = prove.expect(folder, sequences, "f32").exact
-        moves.append(float((after - before)[likely].abs().max()))
+        config["lora_alpha"] = settings.lora_alpha * scale
+        config["alpha_pattern"] = {key: value * scale for key, value in settings.alpha_pattern.items()}
+        (beside / CONFIG).write_text(json.dumps(config), encoding="utf-8")
+        apart = prove.expect(beside, sequences, "f32").exact - before
+        moves.append(float(apart.gather(1, before.argmax(1, keepdim=True)).abs().max()))
         if not 0 < moves[-1] < _MOVES or len(moves) > 3:
             return {"adapter_scale": scale, "moves": moves[0], "moves_scaled": moves[-1]}
         scale *= 2 * _MOVES / moves[-1]

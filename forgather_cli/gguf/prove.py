@@ -123,10 +123,9 @@ def expect(directory: Path, sequences: list[list[int]], kind: GgufType) -> Expec
     with in_fp32(source.model):
         exact = log_probs()
     with in_fp32(source.model, stored):
-        inexact = with_stored = log_probs()
-        if not of_adapter:
-            with _as_the_reader_rounds(source.model, kind):
-                inexact = log_probs()
+        with_stored = log_probs()
+        with _as_the_reader_rounds(source.model, kind):
+            inexact = log_probs()
     targets = torch.tensor([token for ids in sequences for token in (*ids[1:], -1)])
     return Expected(exact, with_stored, inexact, targets)
 
@@ -263,7 +262,9 @@ def prove(
     adapter that the directory has, and by how much it is scaled. Raises ProofError.
     """
     expected = expect(directory, sequences, kind)
-    likely = likely_of(expected.stored)
+    likely = expected.stored > math.log(_LIKELY)
+    best = expected.stored.topk(min(_BEST, likely.shape[1]))
+    likely.scatter_(1, best.indices, True)
     special = list(dict.fromkeys([*stop, *getattr(tokenizer, "all_special_ids", [])]))
     texts = hard_text(
         dict.fromkeys([*map(tokenizer.decode, ([n] for n in special[:8])), *added_tokens(directory)[:24]])
@@ -294,6 +295,10 @@ def prove(
     )
     largest, typical = (min(float(each(apart)), float(each(rounded_alike))) for each in (torch.max, torch.median))
     bound, typical_bound = max(BOUNDS[kind], 2 * float(own.max())), max(TYPICAL, 1.25 * float(own.median()))
+    targets = expected.targets[expected.targets >= 0]
+    losses = [F.nll_loss(each[expected.targets >= 0], targets) for each in (expected.exact, expected.stored)]
+    divergence = F.kl_div(expected.stored, expected.exact, reduction="batchmean", log_target=True)
+    ratio = math.exp(min(float(losses[1] - losses[0]), 700.0))
     proof: dict[str, Any] = {
         "file": file.name,
         "type": kind,
@@ -306,7 +311,8 @@ def prove(
         "bound": bound,
         "median_difference_beside_rounding": typical,
         "median_bound": typical_bound,
-        **(cost := cost_of_rounding(expected)),
+        "perplexity_ratio": ratio,
+        "mean_kl": float(divergence),
         "texts": len(texts),
     }
     if not (noise := float(own.median())) <= MOST_ROUNDING:
@@ -320,7 +326,10 @@ def prove(
         raise _not_the_model(
             file, f"the log-probabilities differ by {typical:.3g} (median), the bound is {typical_bound:.3g}"
         )
-    check_cost(file, cost, kind)
+    if kind == "q8_0" and not ratio <= RATIO_BOUND:
+        raise _not_the_model(
+            file, f"its perplexity is {ratio:.4g} times the source's, the bound is {RATIO_BOUND}; choose --gguf f16"
+        )
     for text, ids in zip(texts, made["texts"], strict=True):
         wanted = [*tokenizer.prefix_tokens, *tokenizer.encode(text), *tokenizer.suffix_tokens]
         if ids != wanted:
@@ -332,29 +341,6 @@ def prove(
     if template is not None:
         proof["chat"] = _compare_chat(file, template, tokenizer, made["chat"])
     return proof
-
-
-def likely_of(log_probs: Tensor) -> Tensor:
-    """Those that are compared (T, V), bool."""
-    likely = log_probs > math.log(_LIKELY)
-    best = log_probs.topk(min(_BEST, likely.shape[1]))
-    return likely.scatter_(1, best.indices, True)
-
-
-def cost_of_rounding(expected: Expected) -> dict[str, float]:
-    """What the rounding of the weights costs, for the report."""
-    targets = expected.targets[expected.targets >= 0]
-    losses = [F.nll_loss(each[expected.targets >= 0], targets) for each in (expected.exact, expected.stored)]
-    divergence = F.kl_div(expected.stored, expected.exact, reduction="batchmean", log_target=True)
-    return {"perplexity_ratio": math.exp(min(float(losses[1] - losses[0]), 700.0)), "mean_kl": float(divergence)}
-
-
-def check_cost(file: Path, cost: dict[str, float], kind: GgufType) -> None:
-    """Raise ProofError for a Q8_0 that costs too much."""
-    if kind == "q8_0" and not (ratio := cost["perplexity_ratio"]) <= RATIO_BOUND:
-        raise _not_the_model(
-            file, f"its perplexity is {ratio:.4g} times the source's, the bound is {RATIO_BOUND}; choose --gguf f16"
-        )
 
 
 def _compare_chat(file: Path, template: ChatTemplate, tokenizer: Tokenizer, made: dict[str, Any]) -> str:
