@@ -159,7 +159,7 @@ def write_and_prove_adapter(
     count, file = prove.write_first_layers(adapter.base, base, tokenizer, folder, made.least_layers())
     beside, lora = folder / "adapter", folder / "first-layers-adapter-F32.gguf"
     tokenizer.save(beside)
-    (beside / SINGLE).symlink_to(directory / WEIGHTS)
+    (beside / SINGLE).symlink_to((directory / WEIGHTS).resolve())
     contents = Contents(made, Weights(beside), {**general(name, lineage), "general.type": "adapter"})
     first = made.of_first(count)
     write_gguf(lora, replace(contents, architecture=first), "f32")

@@ -33,7 +33,10 @@ from forgather_cli.gguf.write import Contents, write_gguf
 pytestmark = [pytest.mark.usefixtures("own_directory"), pytest.mark.filterwarnings("ignore")]  # peft's
 
 IN_LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
-EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+EXPERTS = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["mlp.gate.weight", "experts.gate_up_proj", "experts.down_proj"],
+}
 
 
 def by_peft(model: Made, path: Path, spread: float = 0.1, **settings: Any) -> Path:
@@ -59,7 +62,8 @@ def ids_of(model: Made) -> list[int]:
 
 def written(model: Made, adapter: Path, types: tuple[GgufType, ...] = ("f32",)) -> tuple[Path, list[dict[str, Any]]]:
     """The files in a directory beside the adapter, and their proofs."""
-    directory = Path(shutil.copytree(adapter, "m", dirs_exist_ok=True))
+    shutil.rmtree("m", ignore_errors=True)
+    directory = Path(shutil.copytree(adapter, "m"))
     sample: Any = SimpleNamespace(sequences=[(torch.tensor([ids_of(model)]), None)])
     lineage = {"kind": "model directory", "path": str(adapter)}
     model.tokenizer.save(directory)
@@ -121,15 +125,12 @@ def test_all_layers_are_in_llama_cpp_what_peft_makes_of_them(shape: str) -> None
     directory, proofs = written(model, adapter, ("f32", "q8_0"))
     assert [proof["layers"] for proof in proofs] == [2, 2]
     assert all(proof["moves"] > 0.1 and proof["adapter_scale"] == 1 for proof in proofs)
-    wanted, bound = in_peft(model, adapter), 4e-3 if shape.startswith("gpt") else 1e-3
-    alone = in_peft(model, by_peft(model, Path("zero"), spread=0.0, **settings))
-    exact, rounded = (
-        float((in_llama_cpp(model, directory / f"m-{kind}.gguf") - wanted).exp().sub(1).mul(wanted.exp()).abs().max())
-        for kind in ("F32", "Q8_0")
-    )
-    moved = float((alone.exp() - wanted.exp()).abs().max())
-    assert exact < bound < moved / 20
-    assert rounded < moved / 10
+    wanted, zero = in_peft(model, adapter), by_peft(model, Path("zero"), spread=0.0, **settings)
+    likely = wanted > -9
+    files = [in_llama_cpp(model, directory / f"m-{kind}.gguf") for kind in ("F32", "Q8_0")]
+    exact, rounded, moved = (float((found - wanted)[likely].abs().max()) for found in (*files, in_peft(model, zero)))
+    assert exact < (5e-3 if shape.startswith("gpt") else 1e-4)  # which look GELU up in a table
+    assert exact < rounded < moved / 10
     assert proofs[1]["perplexity_ratio"] == pytest.approx(1, abs=1e-2)
     assert proofs[1]["perplexity_ratio"] != proofs[0]["perplexity_ratio"] == 1
 
@@ -220,7 +221,7 @@ def test_a_wrong_adapter_is_found_out(spread: float, llama: Made, monkeypatch: p
         with pytest.raises(ProofError, match=r"first-layers-F32\.gguf is not .*: a log-probability differs by"):
             written(llama, adapter)
     monkeypatch.setattr(adapters, "architecture_of_adapter", right)
-    told = {exchanged(2, 3): r"blk\.2\.attn_k\.weight\.lora_a is up to", doubled: "its adapter.lora.alpha is 12"}
+    told = {exchanged(2, 3): r"blk\.2\.ffn_down\.weight\.lora_a is up to", doubled: "its adapter.lora.alpha is 12"}
     for wrong, why in told.items():
         monkeypatch.setattr(adapters, "write_gguf", in_the_last_file(wrong))
         with pytest.raises(ProofError, match=rf"m-F32\.gguf is not the source's model: {why}"):
@@ -239,19 +240,21 @@ def in_the_last_file(wrong: Wrong) -> Callable[[Path, Contents, GgufType], None]
 def test_an_adapter_that_moves_nothing_and_one_of_later_layers(llama: Made) -> None:
     _, (proof,) = written(llama, by_peft(llama, Path("zero"), spread=0.0))
     assert (proof["moves"], proof["moves_scaled"], proof["adapter_scale"]) == (0, 0, 1)
-    shutil.rmtree("m")
     later = by_peft(llama, Path("later"), target_modules=r".*layers\.(2|3)\..*(q_proj|down_proj)")
     _, (proof,) = written(llama, later)
     assert (proof["layers"], proof["moves"] > 0.1) == (3, True)
-    small, large = (size_beside(llama.contents, read_adapter(Path(name)), ("f16",)) for name in ("zero", "later"))
-    assert large > small
+    layer = sum(spec.num_elements for name, spec in llama.contents.weights.specs().items() if "layers.0." in name)
+    room = [
+        size_beside(llama.contents, read_adapter(path), ("f16",)) - 4 * (path / WEIGHTS).stat().st_size
+        for path in (Path("zero"), Path("later"))
+    ]
+    assert room[1] - room[0] == 8 * layer  # in fp32, as the base's files and in a GGUF file
 
 
 def test_a_base_in_four_bits_is_the_one_as_stored(llama: Made) -> None:
     pytest.importorskip("bitsandbytes")
     plain = by_peft(llama, Path("adapter"))
     _, (wanted,) = written(llama, plain)
-    shutil.rmtree("m")
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     (plain / "quantization_config.json").write_text(json.dumps(how))
     assert read_adapter(plain).settings.in_four_bits
