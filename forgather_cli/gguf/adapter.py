@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -154,12 +155,14 @@ def write_and_prove_adapter(
 ) -> list[dict[str, Any]]:  # fmt: skip
     """``write_and_prove`` of an adapter, which lies in ``directory`` too. Raises SetupError, ProofError."""
     made, folder = architecture_of_adapter(adapter), directory / "first_layers"
-    base = contents_of(adapter.base, tokenizer, stop, {})
-    sequences = prove.sequences_of(sample, base.architecture.context_length)
-    count, file = prove.write_first_layers(adapter.base, base, tokenizer, folder, made.least_layers())
     beside, lora = folder / "adapter", folder / "first-layers-adapter-F32.gguf"
     tokenizer.save(beside)
     (beside / SINGLE).symlink_to((directory / WEIGHTS).resolve())
+    shutil.copyfile(adapter.base / "config.json", beside / "config.json")
+    # with the adapter's own tokenizer, template and ends, that nothing but the weights is told apart
+    base = replace(contents_of(beside, tokenizer, stop, {}), weights=Weights(adapter.base))
+    sequences = prove.sequences_of(sample, base.architecture.context_length)
+    count, file = prove.write_first_layers(adapter.base, base, tokenizer, folder, made.least_layers())
     contents = Contents(made, Weights(beside), {**general(name, lineage), "general.type": "adapter"})
     first = made.of_first(count)
     write_gguf(lora, replace(contents, architecture=first), "f32")

@@ -20,6 +20,7 @@ from selection import some
 
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
 from forgather_cli.config.schema import RopeScaling
+from forgather_cli.data.chat.template import CHATML
 from forgather_cli.errors import ConfigError, ProofError
 from forgather_cli.gguf import adapter as adapters
 from forgather_cli.gguf.adapter import TYPES, AdapterArchitecture, architecture_of_adapter, size_beside
@@ -128,9 +129,9 @@ def test_all_layers_are_in_llama_cpp_what_peft_makes_of_them(shape: str) -> None
     wanted, zero = in_peft(model, adapter), by_peft(model, Path("zero"), spread=0.0, **settings)
     likely = wanted > -9
     files = [in_llama_cpp(model, directory / f"m-{kind}.gguf") for kind in ("F32", "Q8_0")]
-    exact, rounded, moved = (float((found - wanted)[likely].abs().max()) for found in (*files, in_peft(model, zero)))
-    assert exact < (5e-3 if shape.startswith("gpt") else 1e-4)  # which look GELU up in a table
-    assert exact < rounded < moved / 10
+    exact, rounded, moved = ((found - wanted)[likely].abs() for found in (*files, in_peft(model, zero)))
+    assert exact.max() < (5e-3 if shape.startswith("gpt") else 1e-4)  # which look GELU up in a table
+    assert rounded.median() < moved.median() / 10  # a router may choose another expert
     assert proofs[1]["perplexity_ratio"] == pytest.approx(1, abs=1e-2)
     assert proofs[1]["perplexity_ratio"] != proofs[0]["perplexity_ratio"] == 1
 
@@ -144,6 +145,8 @@ def test_the_command(llama: Made, capsys: pytest.CaptureFixture[str]) -> None:
     import gguf
 
     adapter = by_peft(llama, Path("adapter"))
+    llama.tokenizer.save(adapter)
+    (adapter / "chat_template.jinja").write_text(CHATML)  # the base has none
     report = document(capsys, "finalize", str(adapter), "out/m", "--gguf", "f16,q8_0")
     assert [(each["file"], each["type"]) for each in report["gguf"]] == [("m-F16.gguf", "f16"), ("m-Q8_0.gguf", "q8_0")]
     assert {"m-F16.gguf", "adapter_model.safetensors"} <= report["files"].keys()
@@ -156,6 +159,7 @@ def test_the_command(llama: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert kinds["blk.3.ffn_down.weight.lora_b"] == ("F16", (32, 4))  # 32 does not divide its rows
     assert "llama-server -m base.gguf --lora m-F16.gguf" in Path("out/m/README.md").read_text()
     assert not Path("out/m/Modelfile").exists()
+    assert Path("out/m/chat_template.jinja").read_text() == CHATML
 
 
 def test_every_type_ranks_and_scales(llama: Made) -> None:
