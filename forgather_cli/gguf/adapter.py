@@ -102,7 +102,7 @@ def architecture_of_adapter(adapter: AdapterDirectory, types: Sequence[GgufType]
     with bounded(settings):
         attach_adapters(model, settings, targets(model, settings), parameter_targets(model, settings), torch.float32)
     attach_rows_of(model, settings, torch.float32)
-    alpha = settings.lora_alpha * (math.sqrt(settings.r) if settings.use_rslora else 1) or 1.0  # 0 would mean r
+    alpha = settings.lora_alpha * (math.sqrt(settings.r) if settings.use_rslora else 1)
     found: dict[str, tuple[str, bool, float, int]] = {}
     layer: Any
     for path, layer in layers.adapted_layers(model):

@@ -20,7 +20,6 @@ from selection import some
 
 from forgather_cli.adapters.directory import WEIGHTS, read_adapter
 from forgather_cli.config.schema import RopeScaling
-from forgather_cli.data.chat.template import CHATML
 from forgather_cli.errors import ConfigError, ProofError
 from forgather_cli.gguf import adapter as adapters
 from forgather_cli.gguf.adapter import TYPES, AdapterArchitecture, architecture_of_adapter, size_beside
@@ -34,6 +33,7 @@ from forgather_cli.gguf.write import Contents, write_gguf
 pytestmark = [pytest.mark.usefixtures("own_directory"), pytest.mark.filterwarnings("ignore")]  # peft's
 
 IN_LLAMA3 = RopeScaling(rope_type="llama3", factor=8.0, original_max_position_embeddings=64)
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 EXPERTS = {
     "target_modules": ["q_proj"],
     "target_parameters": ["mlp.gate.weight", "experts.gate_up_proj", "experts.down_proj"],
@@ -146,7 +146,7 @@ def test_the_command(llama: Made, capsys: pytest.CaptureFixture[str]) -> None:
 
     adapter = by_peft(llama, Path("adapter"))
     llama.tokenizer.save(adapter)
-    (adapter / "chat_template.jinja").write_text(CHATML)  # the base has none
+    (adapter / "chat_template.jinja").write_text(TEMPLATE)  # the base has none
     report = document(capsys, "finalize", str(adapter), "out/m", "--gguf", "f16,q8_0")
     assert [(each["file"], each["type"]) for each in report["gguf"]] == [("m-F16.gguf", "f16"), ("m-Q8_0.gguf", "q8_0")]
     assert {"m-F16.gguf", "adapter_model.safetensors"} <= report["files"].keys()
@@ -159,7 +159,7 @@ def test_the_command(llama: Made, capsys: pytest.CaptureFixture[str]) -> None:
     assert kinds["blk.3.ffn_down.weight.lora_b"] == ("F16", (32, 4))  # 32 does not divide its rows
     assert "llama-server -m base.gguf --lora m-F16.gguf" in Path("out/m/README.md").read_text()
     assert not Path("out/m/Modelfile").exists()
-    assert Path("out/m/chat_template.jinja").read_text() == CHATML
+    assert Path("out/m/chat_template.jinja").read_text() == TEMPLATE
 
 
 def test_every_type_ranks_and_scales(llama: Made) -> None:
@@ -258,11 +258,11 @@ def test_an_adapter_that_moves_nothing_and_one_of_later_layers(llama: Made) -> N
 def test_a_base_in_four_bits_is_the_one_as_stored(llama: Made) -> None:
     pytest.importorskip("bitsandbytes")
     plain = by_peft(llama, Path("adapter"))
-    _, (wanted,) = written(llama, plain)
+    _, (wanted,) = written(llama, plain, ("q8_0",))
     how = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
     (plain / "quantization_config.json").write_text(json.dumps(how))
     assert read_adapter(plain).settings.in_four_bits
-    _, (proof,) = written(llama, plain)
+    _, (proof,) = written(llama, plain, ("q8_0",))
     assert proof == wanted
 
 
