@@ -35,7 +35,7 @@ ALLOWED = {
         "inference.source", "loss", "models", "quantized", "strategies.single", "trainer.evaluate",
     },
     "gguf": {
-        "checkpoint", "data", "finalize.plain_transformers", "finalize.sample", "inference.source",
+        "adapters", "checkpoint", "data", "finalize.plain_transformers", "finalize.sample", "inference.source",
         "launch.processes", "loss", "models",
     },
     "housekeeping": {

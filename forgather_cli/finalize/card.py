@@ -59,6 +59,9 @@ def _use(report: Mapping[str, Any]) -> str:
             f"from transformers import AutoTokenizer\n\n# of the base {report['adapter']['base']}\n"
             f'model = AutoPeftModelForCausalLM.from_pretrained("."{how})\n'
             f'tokenizer = AutoTokenizer.from_pretrained(".")\n```{note}'
+        ) + "".join(
+            f"\n\nIn llama.cpp, beside a GGUF file of that base: `llama-server -m base.gguf --lora {each['file']}`."
+            for each in report.get("gguf", [])[:1]
         )
     extra = "\nThe weights are quantized: loading needs `torchao`.\n" if report["quantization"] else ""
     stop = ", ".join(f"`{token['token']}` ({token['id']})" for token in report["stop_tokens"]) or "none"

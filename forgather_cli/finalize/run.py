@@ -108,7 +108,7 @@ def finalize(source: Path, destination: Path, options: FinalizeOptions, say: Say
     if options.gguf_types:
         from forgather_cli.gguf.files import size_of
 
-        room += size_of(job.model_config, Weights(stored), options.gguf_types)
+        room += size_of(job.model_config, Weights(stored), options.gguf_types, job.chosen.alone)
     with new_directory(destination, room) as directory:
         report = _made(job, directory, destination.resolve().name, say)
         report["destination"] = str(destination.resolve())
@@ -135,9 +135,9 @@ def prepare(source: Path, destination: Path, options: FinalizeOptions, say: Say)
     directory = chosen.described_by
     model_config = read_config(directory)
     if options.gguf_types:
-        from forgather_cli.gguf.architecture import architecture_of
+        from forgather_cli.gguf.files import check
 
-        architecture_of(model_config)  # refuses what has no counterpart
+        check(model_config, options.gguf_types, chosen.alone)
     has_tokenizer = (chosen.located.directory / "tokenizer.json").is_file()  # an adapter of peft's may have none
     where = chosen.located.directory if has_tokenizer else directory
     tokenizer = load_tokenizer(str(where), add_bos=chosen.located.add_bos)
@@ -215,7 +215,7 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
     if apart is not None and job.chosen.in_four_bits:
         beside_stored = measure_source(job.chosen.located, sample, shared, None, as_stored=True).exact
     say("writing")
-    if job.chosen.adapter is not None and not job.chosen.is_merged:
+    if job.chosen.alone is not None:
         ids: dict[str, int] = {}
         stop = _write_adapter(job, directory)
         if job.chosen.in_four_bits:
@@ -240,8 +240,8 @@ def _made(job: FinalizePlan, directory: Path, name: str, say: Say) -> dict[str, 
         from forgather_cli.gguf.files import write_and_prove
 
         files = write_and_prove(
-            directory, name, options.gguf_types, sample, stop, job.chosen.lineage(), job.chosen.located.add_bos, say,
-            options.max_ratio,
+            directory, name, options.gguf_types, sample, stop, job.chosen.lineage(), job.chosen.located.add_bos,
+            job.chosen.alone, options.max_ratio, say,
         )  # fmt: skip
     decoded = load_tokenizer(str(directory))
     sizes = {path: path.stat().st_size for path in sorted(directory.rglob("*")) if path.is_file()}

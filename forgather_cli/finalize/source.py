@@ -44,6 +44,11 @@ class Chosen:
         return bool(self.members) or self.is_merged
 
     @property
+    def alone(self) -> AdapterDirectory | None:
+        """An adapter that is not to be merged."""
+        return None if self.is_merged else self.adapter
+
+    @property
     def in_four_bits(self) -> bool:
         """Whether it is an adapter that was trained beside four bits."""
         return self.adapter is not None and self.adapter.settings.in_four_bits
@@ -147,7 +152,7 @@ def _of_adapter(chosen: Chosen, options: FinalizeOptions) -> Chosen:
 
     of_whole = {
         "--dtype": options.dtype, "--quantize": options.quantize, "--add-tokens": options.add_tokens,
-        "--chat-template": options.chat_template, "--gguf": options.gguf,
+        "--chat-template": options.chat_template,
     }  # fmt: skip
     given = next((name for name, value in of_whole.items() if value is not None), None)
     if given is not None and not options.merge:

@@ -13,7 +13,8 @@ from forgather_cli.gguf.layout import Architecture, Change, Metadata, by_kind, n
 from forgather_cli.models.hf.build import library
 
 
-def _turned(tensor: Tensor) -> Tensor:
+def turned(tensor: Tensor) -> Tensor:
+    """Of GPT-2's Conv1D."""
     return tensor.t()
 
 
@@ -61,7 +62,7 @@ HF_FAMILIES = {
     "phi3": GgufFamily("phi3", only=_SILU),
     "gpt2": GgufFamily(
         "gpt2",
-        changes=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), _turned),
+        changes=dict.fromkeys(("attn_qkv", "attn_output", "ffn_up", "ffn_down"), turned),
         only={
             "activation_function": "gelu_new",
             "scale_attn_weights": True,

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import forgather_cli
 from forgather_cli.checkpoint.tensors import Weights
@@ -35,23 +35,45 @@ from forgather_cli.gguf.prove import (
 from forgather_cli.gguf.vocabulary import GgufVocabulary, read_vocabulary
 from forgather_cli.gguf.write import Contents, write_gguf
 
+if TYPE_CHECKING:
+    from forgather_cli.adapters.directory import AdapterDirectory
 
-def size_of(config: dict[str, Any], weights: Weights, types: Sequence[GgufType]) -> int:
+
+def check(config: dict[str, Any], types: Sequence[GgufType], adapter: AdapterDirectory | None) -> None:
+    """Raise SetupError for a model that gguf does not know, or for an adapter beside it that llama.cpp does not."""
+    architecture_of(config)
+    if adapter is not None:
+        from forgather_cli.gguf.adapter import architecture_of_adapter
+
+        architecture_of_adapter(adapter, types)
+
+
+def size_of(
+    config: dict[str, Any], weights: Weights, types: Sequence[GgufType], adapter: AdapterDirectory | None = None
+) -> int:
     """Bytes of files of these types, nearly. Raises ModelError for a model that gguf does not know."""
     contents = Contents(architecture_of(config), weights, {})
+    if adapter is not None:
+        from forgather_cli.gguf.adapter import size_beside
+
+        return size_beside(contents, adapter, types)
     return sum(contents.num_bytes(kind) for kind in types)
 
 
 def write_and_prove(
     directory: Path, name: str, types: Sequence[GgufType], sample: Sample, stop: list[int], lineage: dict[str, Any],
-    add_bos: bool | None, say: Callable[[str], None], max_ratio: float | None = None,
+    add_bos: bool | None, adapter: AdapterDirectory | None, max_ratio: float | None, say: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Write the files of a finalized ``directory``, whose name will be ``name``, into it; returns their proofs.
 
-    ``add_bos``: as ``load_tokenizer`` takes it. ``max_ratio``: of perplexities; None: the type's.
-    Raises SetupError, ProofError.
+    ``add_bos``: as ``load_tokenizer`` takes it. ``adapter``: where the directory is one. ``max_ratio``: of
+    perplexities; None: the type's. Raises SetupError, ProofError.
     """
     tokenizer = load_tokenizer(str(directory), add_bos=add_bos)
+    if adapter is not None:
+        from forgather_cli.gguf.adapter import write_and_prove_adapter
+
+        return write_and_prove_adapter(directory, name, types, sample, stop, lineage, tokenizer, adapter, say)
     contents = contents_of(directory, tokenizer, stop, general(name, lineage))
     longest = contents.architecture.context_length
     sequences = sequences_of(sample, longest)

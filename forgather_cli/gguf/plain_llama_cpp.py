@@ -25,7 +25,7 @@ SURE = 1e9  # a bias that makes a token the only one
 class LlamaCpp:
     """A file in llama.cpp, which computes in fp32 but for what its types make of the inputs of a product."""
 
-    def __init__(self, model: str, n_ctx: int, threads: int = 1) -> None:
+    def __init__(self, model: str, n_ctx: int, threads: int = 1, lora: tuple[str, float] | None = None) -> None:
         import xllamacpp
 
         params = xllamacpp.CommonParams()
@@ -40,6 +40,8 @@ class LlamaCpp:
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         params.swa_full = True  # else a prefix is computed anew for each token
         params.no_extra_bufts = True  # weights are not packed anew
+        if lora is not None:
+            params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(*lora)]
         self._server = xllamacpp.Server(params)
 
     def ask(self, path: str, **request: Any) -> Any:
@@ -93,15 +95,15 @@ def find(models: list[str], texts: list[str], wanted: list[list[int]]) -> dict[s
 
 def measure(
     model: str, threads: int, sequences: list[list[int]], probabilities: int, plain: int, texts: list[str],
-    special: list[int], messages: list[dict[str, str]] | None,
+    special: list[int], messages: list[dict[str, str]] | None, lora: tuple[str, float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """All that is compared of a file.
 
     For each prefix of each sequence the likeliest tokens with their log-probabilities, as many as ``probabilities``;
     of ``texts`` the ids, with what the file puts around; which of ``special`` end a text; the chat with its ids.
-    ``plain``: a token of whole characters that ends no text.
+    ``plain``: a token of whole characters that ends no text. ``lora``: an adapter's file beside, and its scale.
     """
-    reader = LlamaCpp(model, max(map(len, sequences)) + 8, threads)
+    reader = LlamaCpp(model, max(map(len, sequences)) + 8, threads, lora)
     likeliest = []
     for sequence in sequences:
         for stop in range(1, len(sequence) + 1):

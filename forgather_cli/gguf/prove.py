@@ -107,17 +107,20 @@ def sequences_of(sample: Sample, longest: int | None) -> list[list[int]]:
 
 
 def expect(directory: Path, sequences: list[list[int]], kind: GgufType) -> Expected:
-    """Measure the model in a directory, which is not in memory afterwards."""
-    source = load_located(Located(directory, None, None), dtype=None)
-
+    """Measure the model in a directory, which is not in memory afterwards. Of an adapter the base stays as it is
+    stored, and the adapter's numbers alone are rounded."""
+    source = load_located(Located(directory, None, None), dtype=None, as_stored=True)
     theirs = getattr(source.model, "theirs", None)
     if theirs is not None:  # products of one expert each, whose inputs can be rounded
         theirs.set_experts_implementation("eager")
     turned = {
         m.get_parameter("weight").data_ptr() for m in source.model.modules() if type(m).__name__ == "Conv1D"
     }  # GPT-2's
+    of_adapter = {p.data_ptr() for name, p in source.model.named_parameters() if "lora_" in name}
 
     def stored(tensor: Tensor) -> Tensor:
+        if of_adapter and tensor.data_ptr() not in of_adapter:
+            return tensor.float()
         if tensor.data_ptr() in turned:
             return rounded(tensor.t(), plain_type(tensor.t().shape, kind)).t().to(tensor.device)
         return rounded(tensor, plain_type(tensor.shape, kind)).to(tensor.device)
@@ -187,31 +190,43 @@ def prove_structure(
 
     ``contents``: of a file of all layers. Returns what their file says, and the proof. Raises ProofError.
     """
+    folder = directory / "first_layers"
+    count, file = write_first_layers(directory, contents, tokenizer, folder)
+    proof, proven = prove(file, folder, tokenizer, sequences, "f32", stop), said_by(file)
+    remove(folder)
+    return proven, {"layers": count, **proof}
+
+
+def is_in_first(name: str, count: int) -> bool:
+    """Whether a file of so many layers has this tensor."""
+    block = re.match(r"blk\.(\d+)", name)
+    return block is None or int(block[1]) < count
+
+
+def write_first_layers(
+    directory: Path, contents: Contents, tokenizer: Tokenizer, folder: Path, least: int = 0
+) -> tuple[int, Path]:
+    """A model directory and a file in fp32 of a whole period of a model's layers, or of ``least``. Their number."""
     config, weights = read_json_object(directory / "config.json", ModelError), Weights(directory)
     model = contents.architecture
     layers = cast("int", model.metadata[f"{model.name}.block_count"])
-    count = min(model.period, layers)
+    count = min(max(model.period, least), layers)
     config |= {key: each[:count] for key, each in config.items() if isinstance(each, list) and len(each) == layers}
     config["n_layer" if "n_layer" in config else "num_hidden_layers"] = count
     if model.name == "gemma3":  # llama.cpp divides by something else where there are 62 layers
         config["query_pre_attn_scalar"] = model.metadata["gemma3.attention.key_length"]
-    names: set[str] = set()
-    for entry in model.entries(weights.names):
-        block = re.match(r"blk\.(\d+)", entry.name)
-        names.update(entry.sources if block is None or int(block[1]) < count else ())
-    folder = directory / "first_layers"
+    entries = model.entries(weights.names)
+    names = {source for entry in entries if is_in_first(entry.name, count) for source in entry.sources}
     write_weights(folder, map(weights.spec, sorted(names)), weights)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     tokenizer.save(folder)
     first = replace(model, metadata={**model.metadata, f"{model.name}.block_count": count})
     file = folder / "first-layers-F32.gguf"
     write_gguf(file, replace(contents, architecture=first, weights=Weights(folder)), "f32")
-    proof, proven = prove(file, folder, tokenizer, sequences, "f32", stop), _metadata(file)
-    remove(folder)
-    return proven, {"layers": count, **proof}
+    return count, file
 
 
-def _metadata(file: Path) -> Metadata:
+def said_by(file: Path) -> Metadata:
     """What a file says, but for what one of some layers, or of another type, says otherwise."""
     import gguf
 
@@ -223,7 +238,7 @@ def compare_contents(file: Path, proven: Metadata, directory: Path, contents: Co
     """Raise ProofError for a file that does not say what is ``proven``, or has other weights than ``directory``."""
     import gguf
 
-    found = _metadata(file)
+    found = said_by(file)
     for key in sorted(found | proven):
         if (got := found.get(key)) != (wanted := proven.get(key)):
             raise _not_the_model(file, f"its {key} is {str(got)[:60]}, in its first layers {str(wanted)[:60]}")
@@ -262,11 +277,12 @@ def compare_contents(file: Path, proven: Metadata, directory: Path, contents: Co
 
 def prove(
     file: Path, directory: Path, tokenizer: Tokenizer, sequences: list[list[int]], kind: GgufType, stop: list[int],
-    max_ratio: float | None = None,
+    max_ratio: float | None = None, lora: tuple[str, float] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Compare a file with the model directory that it was made of; the proof for the report.
 
-    ``tokenizer``: the directory's, with the run's rule for what stands before a text. Raises ProofError.
+    ``tokenizer``: the directory's, with the run's rule for what stands before a text. ``lora``: the file of the
+    adapter that the directory has, and by how much it is scaled. Raises ProofError.
     """
     expected = expect(directory, sequences, kind)
     likely = expected.stored > math.log(_LIKELY)
@@ -280,6 +296,7 @@ def prove(
     made = llama_cpp(
         "measure",
         model=str(file),
+        lora=lora,
         threads=torch.get_num_threads(),
         sequences=sequences,
         probabilities=min(likely.shape[1], 2 * int(likely.sum(-1).max()) + 100),
