@@ -42,13 +42,13 @@ def block_of(kind: StoredType) -> tuple[int, int]:
 
 
 def quantize(rows: NDArray[np.float32], kind: StoredType) -> NDArray[np.uint8]:
-    """Rows (..., numbers) as they lie in a file, (..., bytes)."""
+    """Rows (R, numbers) as they lie in a file, (R, bytes)."""
     import gguf
 
-    (block, size), count = block_of(kind), rows.shape[-1]
-    made = np.empty((*rows.shape[:-1], count // block * size), np.uint8)
+    (block, size), (count, numbers) = block_of(kind), rows.shape
+    made = np.empty((count, numbers // block * size), np.uint8)
     raw, source, target = gguf.GGMLQuantizationType[kind.upper()], rows.ctypes.data, made.ctypes.data
-    _library().ggml_quantize_chunk(raw, source, target, 0, rows.size // count, count, None)
+    _library().ggml_quantize_chunk(raw, source, target, 0, count, numbers, None)
     return made
 
 

@@ -54,7 +54,10 @@ def quantized(tensor: Tensor, kind: StoredType) -> NDArray[Any]:
             least, largest = tensor.aminmax()
             if not -_LARGEST_HALF <= least <= largest <= _LARGEST_HALF:  # nor do scales in fp16, then
                 raise _cannot_hold(kind)
-            return ggml.quantize(tensor.float().contiguous().numpy(), kind)
+            rows = tensor.reshape(-1, tensor.shape[-1])
+            some = rows.split(max(1, _IN_CACHE * _BLOCK // rows.shape[1]))  # type: ignore[no-untyped-call]
+            made_rows = np.concatenate([ggml.quantize(part.float().numpy(), kind) for part in some])
+            return made_rows.reshape(*tensor.shape[:-1], -1)
     if not scales.isfinite().all() and tensor.isfinite().all():
         raise _cannot_hold(kind)
     return made.numpy()
