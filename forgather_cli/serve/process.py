@@ -1,0 +1,62 @@
+"""llama.cpp's server in a process of its own, for as long as this one lives."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from forgather_cli.errors import ForgatherError, ModelError, SetupError
+from forgather_cli.gguf.reader import why
+from forgather_cli.serve import plain_server
+from forgather_cli.terminal.folding import tell
+
+
+def run_server(
+    file: Path, host: str, port: int, key: str | None, name: str, parallel: int, context: int | None, told: str
+) -> NoReturn:
+    """Serve ``file`` until a signal ends this process; prints the address and ``told`` once it answers.
+
+    Raises SetupError where llama.cpp does not load the file, and ForgatherError where it ends later.
+    """
+    asked = {"model": str(file.absolute()), "host": host, "port": port, "key": key, "name": name}
+    # threads that wait do not spin, and no debugger looks at a failed assertion: as in gguf/reader.py
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "GGML_NO_BACKTRACE": "1"}
+    child = subprocess.Popen(
+        [sys.executable, "-P", plain_server.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, errors="replace", env=environment,
+    )  # fmt: skip
+    assert child.stdin is not None and child.stdout is not None
+    answers, said = False, ""
+    try:
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(json.dumps({**asked, "parallel": parallel, "context": context}) + "\n")
+            child.stdin.flush()
+        for line in child.stdout:
+            if answers:
+                typer.echo(line, nl=False, err=True)
+            elif line.startswith(plain_server.READY):
+                answers = True
+                if line.split()[1:] != ["chat"]:
+                    tell("note: the model has no chat template; chat/completions uses ChatML's", sys.stderr)
+                at = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+                typer.echo(f"http://{at}:{port}/v1\n{told}")
+                sys.stdout.flush()
+            else:
+                said += line
+        ended = subprocess.CompletedProcess([], child.wait(), stderr=said)
+    finally:
+        child.kill()
+        child.wait()
+    if answers:
+        raise ForgatherError(f"llama.cpp has ended (exit code {ended.returncode}); start it again")
+    if plain_server.TAKEN in said:
+        raise SetupError(f"--port: {host}:{port} was taken meanwhile; choose another one, or 0 for any")
+    raise ModelError(f"llama.cpp cannot load and run {file.name} ({why(ended)})")
