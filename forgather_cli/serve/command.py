@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import secrets
 import socket
 import sys
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -67,8 +69,7 @@ def serve(
         raise ConfigError(problems)
     check_installed("serve")
     with interruptible(), unwinding():
-        with _bound(host, port) as bound:  # before anything is loaded or made
-            port = bound.getsockname()[1]
+        with _bound(host, port) as port:  # before anything is loaded or made
             file = choose_file(source, gguf, console(stderr=True).print)
         if no_key:
             tell("warning: --no-key: any program of this machine may use the model", sys.stderr)
@@ -85,16 +86,18 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _bound(host: str, port: int) -> socket.socket:
-    """A socket that keeps the port from others until it is closed. Raises SetupError."""
-    try:
-        [(family, kind, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        bound = socket.socket(family, kind)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of a server that has ended may linger
-        bound.bind(address)
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SetupError(
-            f"--port: {host}:{port} cannot be listened on ({reason}); choose another one, or 0 for any"
-        ) from error
-    return bound
+@contextlib.contextmanager
+def _bound(host: str, port: int) -> Iterator[int]:
+    """Keep the port from others; its number. Raises SetupError."""
+    with contextlib.ExitStack() as held:
+        try:
+            [(family, kind, *_, address), *_] = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            bound = held.enter_context(socket.socket(family, kind))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of one that has ended may linger
+            bound.bind(address)
+        except (OSError, UnicodeError) as error:
+            raise SetupError(
+                f"--port: {host}:{port} cannot be listened on ({getattr(error, 'strerror', None) or error}); choose "
+                "another one, or 0 for any"
+            ) from error
+        yield bound.getsockname()[1]

@@ -26,35 +26,44 @@ def run_server(
 
     Raises SetupError where llama.cpp does not load the file, and ForgatherError where it ends later.
     """
-    asked = {"model": str(file.absolute()), "host": host, "port": port, "key": key, "name": name}
+    asked = {
+        "model": str(file.absolute()),
+        "host": host,
+        "port": port,
+        "key": key,
+        "name": name,
+        "parallel": parallel,
+        "context": context,
+    }
     # threads that wait do not spin, and no debugger looks at a failed assertion: as in gguf/reader.py
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "GGML_NO_BACKTRACE": "1"}
-    child = subprocess.Popen(
-        [sys.executable, "-P", plain_server.__file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True, errors="replace", env=environment,
-    )  # fmt: skip
-    assert child.stdin is not None and child.stdout is not None
+    command = [sys.executable, "-P", plain_server.__file__]
     answers, said = False, ""
-    try:
-        with contextlib.suppress(BrokenPipeError):
-            child.stdin.write(json.dumps({**asked, "parallel": parallel, "context": context}) + "\n")
-            child.stdin.flush()
-        for line in child.stdout:
-            if answers:
-                typer.echo(line, nl=False, err=True)
-            elif line.startswith(plain_server.READY):
-                answers = True
-                if line.split()[1:] != ["chat"]:
-                    tell("note: the model has no chat template; chat/completions uses ChatML's", sys.stderr)
-                at = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-                typer.echo(f"http://{at}:{port}/v1\n{told}")
-                sys.stdout.flush()
-            else:
-                said += line
-        ended = subprocess.CompletedProcess([], child.wait(), stderr=said)
-    finally:
-        child.kill()
-        child.wait()
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        env=environment,
+    ) as child:  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(json.dumps(asked) + "\n")
+                child.stdin.flush()
+            for line in child.stdout:
+                if answers:
+                    typer.echo(line, nl=False, err=True)
+                elif line.startswith(plain_server.READY):
+                    answers = True
+                    if line.split()[1:] != ["chat"]:
+                        tell("note: the model has no chat template; chat/completions uses ChatML's", sys.stderr)
+                    at = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+                    typer.echo(f"http://{at}:{port}/v1\n{told}")
+                    sys.stdout.flush()
+                else:
+                    said += line
+            ended = subprocess.CompletedProcess([], child.wait(), stderr=said)
+        finally:
+            child.kill()
     if answers:
         raise ForgatherError(f"llama.cpp has ended (exit code {ended.returncode}); start it again")
     if plain_server.TAKEN in said:
