@@ -14,8 +14,6 @@ from forgather_cli.checkpoint.choice import choose
 from forgather_cli.checkpoint.files import remove
 from forgather_cli.cli.words import local_source
 from forgather_cli.data.cache import Cache, Meta, digest
-from forgather_cli.data.text.corpus import content_hash
-from forgather_cli.data.text.read import SourceFile
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import ConfigError, ModelError, SetupError
 from forgather_cli.finalize.options import FinalizeOptions
@@ -67,9 +65,13 @@ def choose_file(source: Path, kind: str | None, say: Callable[[str], None]) -> P
     if (run := run_of(chosen)) is not None:  # whose config says what stands before a text
         files.append(run.newest_config())
     cache = Cache(None)
-    versions = [__version__, *map(importlib.metadata.version, ("gguf", "xllamacpp"))]
     with doing("hashing the model"):
-        key = digest([_VERSION, content_hash(cache, [SourceFile(each, each.name) for each in files]), kind, versions])
+        from forgather_cli.data.text.corpus import content_hash
+        from forgather_cli.data.text.read import SourceFile
+
+        content = content_hash(cache, [SourceFile(each, each.name) for each in files])
+    versions = [__version__, *map(importlib.metadata.version, ("gguf", "xllamacpp"))]
+    key = digest([_VERSION, content, kind, versions])
 
     def make(folder: Path) -> Meta:
         with doing("importing torch"):

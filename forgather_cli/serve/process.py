@@ -11,8 +11,6 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-import typer
-
 from forgather_cli.errors import ForgatherError, ModelError, SetupError
 from forgather_cli.gguf.reader import why
 from forgather_cli.serve import plain_server
@@ -51,14 +49,13 @@ def run_server(
                 child.stdin.flush()
             for line in child.stdout:
                 if answers:
-                    typer.echo(line, nl=False, err=True)
+                    print(line, end="", file=sys.stderr, flush=True)
                 elif line.startswith(plain_server.READY):
                     answers = True
                     if line.split()[1:] != ["chat"]:
                         tell("note: the model has no chat template; chat/completions uses ChatML's", sys.stderr)
                     at = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-                    typer.echo(f"http://{at}:{port}/v1\n{told}")
-                    sys.stdout.flush()
+                    print(f"http://{at}:{port}/v1\n{told}", flush=True)
                 else:
                     said += line
             ended = subprocess.CompletedProcess([], child.wait(), stderr=said)
