@@ -59,4 +59,4 @@ def test_ctrl_c_on_a_terminal(file: Path) -> None:
 def test_llama_cpp_that_dies_is_told(server: Served) -> None:
     os.kill(server.llama, signal.SIGKILL)
     assert server.finish() == 1
-    assert "error: llama.cpp has ended (exit code -9); start it again" in server.output
+    assert "error: llama.cpp has ended (exit code -9)" in server.output
