@@ -143,6 +143,21 @@ def test_a_second_start_takes_the_file_from_the_cache_and_a_changed_source_is_ma
         assert kept() == count + 1
 
 
+def test_an_adapter_is_merged_with_its_base(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("The miller said that nobody went to the river in the night.\n" * 60)
+    data = ["data=text", f"data.files=[{tmp_path}/text.txt]", "data.seq_len=64", "max_steps=30"]
+    small = [word for word in SMALL if not word.startswith(("data", "seq_len", "num_", "model"))]
+    base = ["model=pretrained", f"model.path={model}", "adapter=lora", "learning_rate=1e-2"]
+    assert forgather("train", *small, *data, *base, f"output_dir={tmp_path}/lora") == 0
+    request = {"prompt": PROMPTS[1], "max_tokens": LENGTH, "temperature": 0}
+    words = ["--greedy", "--max-new-tokens", str(LENGTH), "--prompt", PROMPTS[1], "--raw"]
+    ours = {source: document(capsys, "generate", str(source), *words)["text"] for source in (model, tmp_path / "lora")}
+    assert len(set(ours.values())) == 2
+    with Served(str(tmp_path / "lora"), "--gguf", "f32") as process:
+        theirs = process.client().completions.create(model="lora", **request)
+        assert (theirs.choices[0].text, theirs.model) == (ours[tmp_path / "lora"], "lora")
+
+
 def test_a_file_and_a_directory_that_has_one_are_served_as_they_are(tmp_path: Path) -> None:
     file = f32_file(tmp_path / "random", 128)
     report = {"gguf": [{"file": "random.gguf", "type": "f32"}]}

@@ -39,9 +39,13 @@ def test_a_signal_amid_an_answer(server: Served, signum: int, code: int) -> None
     assert nobody_runs([llama], 1.0)
 
 
-def test_a_kill_leaves_nothing(server: Served) -> None:
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_kill_leaves_nothing(server: Served, is_stopped: bool) -> None:
+    """Nor where llama.cpp's process reads nothing, as while it loads a model."""
     llama = server.llama
     with streaming(server):
+        if is_stopped:
+            os.kill(llama, signal.SIGSTOP)
         server.process.kill()
         assert nobody_runs([llama], 2.0)
 
