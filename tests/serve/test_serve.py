@@ -169,6 +169,7 @@ def test_a_file_and_a_directory_that_has_one_are_served_as_they_are(tmp_path: Pa
             answer = process.client("x").completions.create(model="x", prompt="The", max_tokens=2)
             assert answer.model == name
             assert any("the file has no template" in line for line in process.lines)
+            assert not any("measuring" in line for line in process.lines)  # nothing is made
 
 
 def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
