@@ -35,6 +35,9 @@ SMALL = {
 with socket.create_server(("127.0.0.1", 0)) as _free:
     PORT = _free.getsockname()[1]
 """Of a DiLoCo server, in the place of 8512."""
+with socket.create_server(("127.0.0.1", 0)) as _free:
+    SERVE_PORT = _free.getsockname()[1]
+"""Of ``forgather serve``, in the place of 8080."""
 
 _COMMAND = """#!{python} -IS
 import json, os, socket, sys
@@ -149,6 +152,8 @@ def _command(name: str, words: list[str], directory: str) -> tuple[str, ...]:
 def _small(words: list[str], directory: str) -> list[str]:
     """A command line with what makes its training small; of what it says itself only ``max_steps`` is changed: at most
     30, and 4 more than a run that is resumed has done."""
+    if words[0] == "serve":
+        return [*words, "--port", str(SERVE_PORT)]
     verb = words[:2] if words[:1] == ["diloco"] else words[:1]
     if verb not in (["train"], ["resume"], ["diloco", "server"], ["diloco", "worker"]) or "--print-sbatch" in words:
         return words

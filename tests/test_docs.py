@@ -21,7 +21,7 @@ from typing import Any
 import notebook
 import pytest
 import typer
-from docs_shell import ROOT, Shell
+from docs_shell import ROOT, SERVE_PORT, Shell
 
 from forgather_cli import __version__
 from forgather_cli.cli.app import app
@@ -181,7 +181,7 @@ def test_blocks_run(page: Path, started: Path, tmp_path: Path, request: pytest.F
             (tmp_path / block.file).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / block.file).write_text(block.text.partition("\n")[2])
             continue
-        script = block.script
+        script = block.script.replace("127.0.0.1:8080/", f"127.0.0.1:{SERVE_PORT}/")
         if block.language == "python":
             (tmp_path / "block.py").write_text(script)
             script = "python block.py"

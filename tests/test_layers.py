@@ -68,6 +68,10 @@ ALLOWED = {
         "callbacks.build", "callbacks.norms", "callbacks.textgen", "launch.exit_status", "launch.run_lock",
         "launch.signals",
     },
+    "serve": {
+        "adapters.directory", "checkpoint.choice", "checkpoint.files", "cli.output", "cli.words", "data.cache",
+        "data.text.corpus", "data.text.read", "finalize", "gguf",
+    },
     "sweeps": {
         "callbacks.console", "cli.output", "cli.words", "config", "launch.exit_status", "launch.layout",
         "launch.processes", "launch.rank_log", "launch.signals", "runs.summary",

@@ -48,7 +48,9 @@ ROOMS = {
         }.items()
     },
     "finalize": Room(
-        ("forgather_cli/finalize", "forgather_cli/gguf"), ("tests/finalize", "tests/gguf"), {"finalize run final": ""}
+        ("forgather_cli/finalize", "forgather_cli/gguf", "forgather_cli/serve"),
+        ("tests/finalize", "tests/gguf", "tests/serve"),
+        {"finalize run final": "", "serve run": "forgather_cli/serve: is not part"},
     ),
     "transformers": Room(
         ("forgather_cli/models/hf", "conf/model/transformers.yaml"),

@@ -197,7 +197,7 @@ def new_directory(target: Path, num_bytes: int = 0) -> Iterator[Path]:
     made = [parent for parent in target.parents if not parent.exists()]  # nearest first
     temporary = sibling(target, "tmp")
     try:
-        with _unwinding():
+        with unwinding():
             temporary.mkdir(parents=True)
             with _lock(temporary):
                 yield temporary
@@ -257,7 +257,7 @@ def _lock(directory: Path) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def _unwinding() -> Iterator[None]:
+def unwinding() -> Iterator[None]:
     """SIGTERM and SIGHUP end this process through its ``finally`` blocks, as Ctrl-C does; but not a rank, which has its
     own way to stop.
     """

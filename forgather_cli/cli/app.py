@@ -22,6 +22,7 @@ COMMANDS = {
     "eval": "forgather_cli.cli.evaluate:evaluate",
     "generate": "forgather_cli.cli.generate:generate",
     "finalize": "forgather_cli.finalize.command:finalize",
+    "serve": "forgather_cli.serve.command:serve",
     "doctor": "forgather_cli.housekeeping.doctor:doctor",
     "config": "forgather_cli.cli.config:app",
     "recipe": "forgather_cli.cli.config:recipe_app",

@@ -7,6 +7,7 @@
     <cache_dir>/packings/<key>/           index tables of best_fit and pad
     <cache_dir>/datasets/                 what the datasets library makes of local files
     <cache_dir>/references/<key>/         what a model said of pairs before the first step (preference/reference.py)
+    <cache_dir>/gguf/<key>/               files that llama.cpp serves, made of models (serve/file.py)
     <cache_dir>/locks/<kind>-<key>.lock   held while that is built
     <cache_dir>/locks/<kind>-<key>.use    held, shared, by processes that use it; its time is that of the last use
 
@@ -37,7 +38,7 @@ from forgather_cli.errors import DataError
 log = logging.getLogger(__name__)
 
 Meta = dict[str, Any]
-KINDS = ("tokens", "packings", "indexes", "tokenizers", "datasets", "references", "content")
+KINDS = ("tokens", "packings", "indexes", "tokenizers", "datasets", "references", "gguf", "content")
 _SILENCE = 3.0  # seconds of waiting for another process before the first message
 _REMINDER = 60.0  # seconds between later messages
 _LOOK = 0.05  # seconds between two attempts

@@ -31,13 +31,13 @@ def check_installed(what: str) -> None:
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
     if done.returncode:
         raise ConfigError(
-            f"{what}: xllamacpp, which is llama.cpp, cannot be loaded here ({_why(done)}), and without it nothing is "
+            f"{what}: xllamacpp, which is llama.cpp, cannot be loaded here ({why(done)}), and without it nothing is "
             "proved; install a build for this platform, or leave GGUF out"
         )
 
 
-def _why(failed: subprocess.CompletedProcess[str]) -> str:
-    # llama.cpp's own reason, before xllamacpp's
+def why(failed: subprocess.CompletedProcess[str]) -> str:
+    """Why it has failed, by what it said: llama.cpp's own reason, before xllamacpp's."""
     if own := re.search(r"(?:error loading model: |gguf_init_from_reader: |(?=GGML_ASSERT))(.+)", failed.stderr):
         return own[1]
     said = [line for line in failed.stderr.strip().splitlines() if line.strip()]
@@ -65,6 +65,6 @@ def llama_cpp(do: str, **request: Any) -> dict[str, Any]:
             )
         if done.returncode:
             what = Path(request.get("model", "the vocabulary")).name
-            raise ModelError(f"llama.cpp cannot load and run {what} ({_why(done)})")
+            raise ModelError(f"llama.cpp cannot load and run {what} ({why(done)})")
         found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
         return found

@@ -33,8 +33,8 @@ _UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}  # seconds
 
 app = typer.Typer(
     cls=Group,
-    help="List and prune the data cache: tokenized corpora and what belongs to them.\n\nWhat is removed there is made "
-    "again when a run needs it.",
+    help="List and prune the data cache: tokenized corpora and what belongs to them, GGUF files that are served."
+    "\n\nWhat is removed there is made again when a run needs it.",
     no_args_is_help=True,
 )
 

@@ -72,10 +72,10 @@ def test_help_config_mistakes_and_looking_at_runs_do_without_torch(trained: Path
                 "config recipes", "checkpoint list", "checkpoint inspect", "checkpoint verify", "checkpoint average",
                 "checkpoint edit", "logs summary", "logs plot", "control list", "control status", "control cleanup",
                 "control save", "control abort", "runs list", "runs remove", "logs follow", "cache list", "cache prune",
-                "data show", "doctor", "control"]  # fmt: skip
+                "data show", "doctor", "control", "serve"]  # fmt: skip
     helps = [["--help"], *([*command.split(), "--help"] for command in commands)]
     mistakes = [["train", "max_stepz=1", "trainer=dpp"], ["train", "nope"], ["resume", "nope"], ["eval", "nope"],
-                ["finalize", "nope", "x"], ["logs", "plot", str(trained), "--x", "steps"],
+                ["finalize", "nope", "x"], ["serve", "nope.gguf"], ["logs", "plot", str(trained), "--x", "steps"],
                 ["train", "lr=1,2", "max_steps=1", "-m"]]  # fmt: skip
     unknown = [["control", "status", str(trained)], ["control", "stop", "nope"]]
     newest = str(trained / "checkpoints/step-00000004")
