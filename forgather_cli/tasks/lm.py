@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forgather_cli.data.chat.ends import stop_tokens
 from forgather_cli.data.chat.template import ChatTemplate
-from forgather_cli.distributed import gather, rank_in, that_of_rank_0, world
+from forgather_cli.distributed import gather, joined, rank_in, that_of_rank_0, world
 from forgather_cli.documents.regular_files import read_json_object
 from forgather_cli.errors import DataError, ModelError
 from forgather_cli.models.cache import KVCache
@@ -310,10 +310,18 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
         """Collective. The answers to all batches, by the requests' numbers; ``shared``: each rank has its part."""
         rank, size = (rank_in(self.group), world().size) if shared else (0, 1)
         found: dict[int, Any] = {}
+        failure: Exception | None = None
         for first in range(0, len(batches), size):
-            if first + rank < len(batches):
-                found |= answer(batches[first + rank])
+            try:
+                if first + rank < len(batches) and failure is None:
+                    found |= answer(batches[first + rank])
+            except Exception as error:
+                if size == 1:
+                    raise
+                failure = error  # the others may have none, and wait for this rank where all meet
             self._on_batch(what, min(first + size, len(batches)), len(batches))
+        if failed := joined(gather(None if failure is None else f"{type(failure).__name__}: {failure}", self.group)):
+            raise ModelError(failed) from failure
         parts = gather(found, self.group)
         return {number: value for part in parts for number, value in part.items()}
 

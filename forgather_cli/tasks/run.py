@@ -45,7 +45,7 @@ class TaskResults:
 
 
 def load_tasks(
-    names: Sequence[str], tasks_dir: Path | None = None, *, num_fewshot: int | None = None
+    names: Sequence[str], tasks_dir: Path | None = None, *, num_fewshot: int | None = None, setting: str = "--tasks"
 ) -> dict[str, Any]:
     """What ``run_tasks`` takes of the tasks, groups and tags of these names (``*`` stands for any letters), those of
     ``tasks_dir`` first. Raises DataError for what cannot be had.
@@ -60,7 +60,7 @@ def load_tasks(
             if not found:
                 where = "" if tasks_dir is None else f", and none in the YAML files of {tasks_dir}"
                 raise DataError(
-                    f"--tasks: lm-eval has no task {name!r}{where};{did_you_mean(name, manager.all_tasks)} "
+                    f"{setting}: lm-eval has no task {name!r}{where};{did_you_mean(name, manager.all_tasks)} "
                     "lm-eval ls tasks lists them"
                 )
         every = list(dict.fromkeys(each for found in wanted.values() for each in found))
@@ -69,7 +69,7 @@ def load_tasks(
             with contextlib.nullcontext() if is_local else offline_if_unreachable(library, told=False):
                 loaded: dict[str, Any] = manager.load(every)
         except Exception as error:  # of datasets, of lm-eval, or of a function that a task names
-            raise _explained(error, library) from error
+            raise _explained(error, library, setting) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             why = "runs code that the model writes" if getattr(task, "UNSAFE_CODE", False) else "is not of text alone"
@@ -147,11 +147,11 @@ def _is_local(manager: Any, name: str) -> bool:
     return path in FORMATS.values() or Path(path).exists()
 
 
-def _explained(error: Exception, library: Any) -> ForgatherError:
+def _explained(error: Exception, library: Any, setting: str) -> ForgatherError:
     owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     task = next((each for each in owners if getattr(each, "DATASET_PATH", None)), None)
     if task is None:
-        return DataError(f"--tasks: cannot be made ({_first_line(error)}); mend the YAML")
+        return DataError(f"{setting}: cannot be made ({_first_line(error)}); mend the YAML")
     name = task.config.task
     if not isinstance(error, ConnectionError):
         return DataError(f"task {name}: its data cannot be read ({_first_line(error)}); mend its YAML")
