@@ -12,12 +12,12 @@ from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import RecordFile
-from forgather_cli.config.schema import TasksSettings
 from forgather_cli.distributed import NoAnswerError, cpu_group, gather, joined
 from forgather_cli.documents.fields import COUNT, check_fields
 from forgather_cli.errors import CallbackError, ConfigError
 from forgather_cli.tasks.lm import StrategyLM, max_length_of
 from forgather_cli.tasks.run import load_tasks, run_tasks
+from forgather_cli.tasks.settings import TasksSettings
 from forgather_cli.trainer.evaluate import EvaluationStopped
 
 logger = logging.getLogger(__name__)
