@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,7 +51,7 @@ def main() -> None:
             times: list[list[float]] = [[], [], []]
             for rep in range(args.reps + 1):
                 for lm, into in zip((ours, *theirs), times, strict=True):
-                    seconds = cpu_seconds(lambda lm=lm: getattr(lm, method)(requests, disable_tqdm=True))
+                    seconds = cpu_seconds(partial(getattr(lm, method), requests, disable_tqdm=True))
                     if rep:  # the first warms up
                         into.append(seconds)
             medians = [len(requests) / statistics.median(each) for each in times]
@@ -58,7 +59,7 @@ def main() -> None:
             ratios = [b / a for a, b in zip(times[0], best, strict=True)]
             print(json.dumps({
                 "what": what, "requests": len(requests),
-                "per_cpu_second": {name: round(m, 1) for name, m in zip(("ours", "hf 1", "hf 8"), medians, strict=True)},
+                "per_cpu_second": dict(zip(("ours", "hf 1", "hf 8"), (round(m, 1) for m in medians), strict=True)),
                 "ratio": round(statistics.median(ratios), 2), "ratios": [round(min(ratios), 2), round(max(ratios), 2)],
             }), flush=True)  # fmt: skip
 
