@@ -10,7 +10,23 @@ from typing import Any
 import chats
 
 NAMES = ["mine_choice", "mine_rolling", "mine_until", "mine_chat"]
-_WORDS = "the small red fox sees a blue bird over old green hills and runs home again today".split()
+_WORDS = [
+    "the",
+    "small",
+    "red",
+    "fox",
+    "sees",
+    "a",
+    "blue",
+    "bird",
+    "over",
+    "old",
+    "green",
+    "hills",
+    "and",
+    "runs",
+    "home",
+]
 _CHOICE = """
 task: mine_choice
 dataset_path: json

@@ -68,6 +68,10 @@ ALLOWED = {
         "callbacks.build", "callbacks.norms", "callbacks.textgen", "launch.exit_status", "launch.run_lock",
         "launch.signals",
     },
+    "tasks": {
+        "adapters.directory", "adapters.load", "cli.output", "data", "distributed", "inference.evaluation", "loss",
+        "models", "strategies.base", "strategies.build", "trainer.states",
+    },
     "sweeps": {
         "callbacks.console", "cli.output", "cli.words", "config", "launch.exit_status", "launch.layout",
         "launch.processes", "launch.rank_log", "launch.signals", "runs.summary",
@@ -99,7 +103,7 @@ ALLOWED = {
 # third-party package -> the only layers that may import it, a room with commands beside cli
 ONLY_IN = {
     "typer": "cli sweeps", "hydra": "config", "omegaconf": "config", "pydantic": "config",
-    "matplotlib": "pictures", "h11": "control", "uvicorn": "diloco",
+    "lm_eval": "tasks", "matplotlib": "pictures", "h11": "control", "uvicorn": "diloco",
 }  # fmt: skip
 NO_TORCH_AT_MODULE_LEVEL = {
     "api", "cli", "config", "documents", "errors", "hardware", "housekeeping", "hub", "launch", "pictures", "plan",

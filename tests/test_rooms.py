@@ -70,6 +70,7 @@ ROOMS = {
         ("tests/preference",),
         {"train data=preference": "data=preference", "train loss=dpo": "loss=dpo"},
     ),
+    "tasks": Room(("forgather_cli/tasks",), ("tests/tasks",), {"eval run --tasks mine": ""}),
     "mixture": Room(
         ("forgather_cli/data/mixture", "conf/data/mixture.yaml"),
         ("tests/data/mixture",),

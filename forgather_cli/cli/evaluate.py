@@ -40,7 +40,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there too, as JSON.")] = None,
     trust_config: TrustConfig = False,
     as_json: AsJson = False,
-    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Benchmarks of lm-evaluation-harness instead.")] = None,
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Benchmarks instead, of lm-eval.")] = None,
     tasks_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Tasks of your own, as YAML files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Examples of each task.")] = None,
     fewshot: Annotated[int | None, typer.Option(min=0, metavar="K", help="Solved examples before each.")] = None,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,8 @@ Rows = dict[tuple[int, ...], list[tuple[int, list[int]]]]
 _SAMPLING = {
     "top_k", "top_p", "min_p", "typical_p", "num_beams", "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens",
 }  # fmt: skip
+_ON_CPU = 1024
+"""Tokens of a batch whose logits are all looked at: more of them cost more each (``scripts/bench/tasks.py``)."""
 
 
 class StrategyLM(TemplateLM):  # type: ignore[misc]
@@ -174,7 +177,8 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
         def size(group: tuple[Beginning, Rows]) -> tuple[int, int, int]:
             return len(group[0]), len(group[1]), max(map(len, group[1]))
 
-        batches = self._batches([(begun, rows) for (begun, _), rows in groups.items()], size)
+        most = min(self._max_tokens, _ON_CPU) if self.strategy.device.type == "cpu" else self._max_tokens
+        batches = self._batches([(begun, rows) for (begun, _), rows in groups.items()], size, most)
         found = self._answers("log-likelihoods", batches, self._scores, shared=self._holds_whole)
         return [found[number] for number in range(len(requests))]
 
@@ -230,19 +234,13 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
             if room <= 0:
                 raise DataError(f"{what}: max_gen_toks={most} leaves no room in {self.max_length} tokens; lower it")
             if unknown := sorted(set(settings) - _SAMPLING):
-                raise DataError(f"{what}: {unknown[0]} is not known; take it out, or use {', '.join(sorted(_SAMPLING))}")
+                raise DataError(f"{what}: {unknown[0]} is not known; take it out ({', '.join(sorted(_SAMPLING))} are)")
             drawn = {"temperature": warmth, "top_k": 50} if draws else {}  # 50: transformers' default (5.24)
             choices = {"max_new_tokens": most, "do_sample": draws, **drawn, **settings}
             generator = torch.Generator(self.strategy.device).manual_seed(1234)
-
-            def write(
-                batch: list[tuple[int, list[int]]],
-                stops: list[str] = stops, choices: dict[str, Any] = choices, generator: torch.Generator = generator,
-            ) -> dict[int, str]:  # fmt: skip
-                return self._texts(batch, stops, choices, generator)
-
+            write = partial(self._texts, stops=stops, choices=choices, generator=generator)
             prompts = [(n, self.tok_encode(requests[n].args[0])[-room:] or [self.prefix_token_id]) for n in numbers]
-            batches = self._batches(prompts, lambda prompt: (len(prompt[1]), 1, most))  # noqa: B023
+            batches = self._batches(prompts, partial(_size_of_prompt, most), self._max_tokens)
             # ranks that drew for batches of their own would write other texts than one device
             found |= self._answers("texts", batches, write, shared=self._holds_whole and not draws)
         return [found[number] for number in range(len(requests))]
@@ -250,6 +248,7 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
     def _texts(
         self,
         batch: list[tuple[int, list[int]]],
+        *,
         stops: list[str],
         choices: dict[str, Any],
         generator: torch.Generator,
@@ -286,9 +285,9 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
         inputs = {name: tensor.to(self.strategy.device) for name, tensor in inputs.items()}
         return self.strategy.logits(inputs, **kwargs)
 
-    def _batches(self, items: Sequence[T], size: Callable[[T], tuple[int, int, int]]) -> list[list[T]]:
-        """Items, the longest first, in batches of at most ``max_tokens``. ``size``: tokens of an item's beginning, rows
-        that follow on it, tokens of the longest of them. Items without a beginning are in batches of their own.
+    def _batches(self, items: Sequence[T], size: Callable[[T], tuple[int, int, int]], most: int) -> list[list[T]]:
+        """Items, the longest first, in batches of at most ``most`` tokens, padding included. ``size``: tokens of an
+        item's beginning, rows that follow on it, tokens of the longest. Without a beginning: in batches of their own.
         """
         batches: list[list[T]] = []
         widest = rows = longest = 0
@@ -297,7 +296,7 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
             if batches:
                 longest = max(longest, length)
                 tokens = (len(batches[-1]) + 1) * widest + (rows + more) * longest
-            if not batches or tokens > self._max_tokens or widest + longest > self.max_length or (widest and not width):
+            if not batches or tokens > most or widest + longest > self.max_length or (widest and not width):
                 batches.append([])
                 widest, rows, longest = width, 0, length
             batches[-1].append(item)
@@ -324,6 +323,10 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
             raise ModelError(failed) from failure
         parts = gather(found, self.group)
         return {number: value for part in parts for number, value in part.items()}
+
+
+def _size_of_prompt(most: int, prompt: tuple[int, list[int]]) -> tuple[int, int, int]:
+    return len(prompt[1]), 1, most
 
 
 _HERE = "<|goes on here|> "

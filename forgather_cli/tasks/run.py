@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import tqdm
+import tqdm  # type: ignore[import-untyped]
 from lm_eval.evaluator import evaluate  # type: ignore[import-untyped]
 from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 
 from forgather_cli.data.text.hf import datasets_library, offline_if_unreachable
-from forgather_cli.distributed import gather, rank_in
+from forgather_cli.distributed import rank_in
 from forgather_cli.documents.regular_files import FORMATS
 from forgather_cli.errors import DataError, ForgatherError, did_you_mean
 from forgather_cli.models.parts import evaluation_mode
@@ -37,8 +37,8 @@ _SEED = 1234
 
 @dataclass(frozen=True)
 class TaskResults:
-    """``metrics``: numbers by ``tasks/NAME/METRIC``, equal on all ranks; ``table``: the document of lm-eval's
-    ``evaluate``, without standard errors but on rank 0; its ``samples`` only if asked for."""
+    """``metrics``: numbers by ``tasks/NAME/METRIC``; ``table``: the document of lm-eval's ``evaluate``, its ``samples``
+    only if asked for. On all ranks alike, but for standard errors that are resampled: those are rank 0's alone."""
 
     metrics: dict[str, float]
     table: dict[str, Any]
@@ -52,15 +52,17 @@ def load_tasks(
     """
     library = datasets_library()
     with _aside():
-        manager = TaskManager(include_path=None if tasks_dir is None else str(tasks_dir), include_defaults=False)
-        if not all(_is_local(manager, name) for name in names):  # 14 000 tasks, 15 s
-            manager = TaskManager(include_path=None if tasks_dir is None else str(tasks_dir))
-        wanted = {name: manager.match_tasks([name]) for name in names}
+        where = [] if tasks_dir is None else [str(tasks_dir)]
+        manager = TaskManager(include_path=where, include_defaults=False)
+        entries = [manager.task_index.get(name) for name in names]
+        if any(entry is None or isinstance((entry.cfg or {}).get("task"), list) for entry in entries):
+            manager = TaskManager(include_path=where)  # 14 000 tasks, 15 s
+        wanted = {name: manager.match_tasks([name]) or _files(where, name) for name in names}
         for name, found in wanted.items():
             if not found:
-                where = "" if tasks_dir is None else f", and none in the YAML files of {tasks_dir}"
+                nor = "" if tasks_dir is None else f", and none in the YAML files of {tasks_dir}"
                 raise DataError(
-                    f"{setting}: lm-eval has no task {name!r}{where};{did_you_mean(name, manager.all_tasks)} "
+                    f"{setting}: lm-eval has no task {name!r}{nor};{did_you_mean(name, manager.all_tasks)} "
                     "lm-eval ls tasks lists them"
                 )
         every = list(dict.fromkeys(each for found in wanted.values() for each in found))
@@ -117,7 +119,7 @@ def run_tasks(
             metric, comma, kind = key.partition(",")  # acc,none or exact_match,strict-match
             if comma and isinstance(value, int | float):
                 metrics[f"tasks/{name}/{metric}" + (f"/{kind}" if kind != "none" else "")] = float(value)
-    return TaskResults(gather(metrics, lm.group)[0], table)
+    return TaskResults(metrics, table)
 
 
 @contextlib.contextmanager
@@ -131,20 +133,25 @@ def _aside() -> Iterator[None]:
     torch.manual_seed(_SEED)
     os.environ["DISABLE_MULTIPROC"] = "1"
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    tqdm.tqdm.__init__ = partialmethod(bars, disable=True)  # type: ignore[method-assign, assignment]
+    tqdm.tqdm.__init__ = partialmethod(bars, disable=True)
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             yield
     finally:
-        tqdm.tqdm.__init__ = bars  # type: ignore[method-assign]
+        tqdm.tqdm.__init__ = bars
         generators.load_state_dict(before)
 
 
 def _is_local(manager: Any, name: str) -> bool:
     """Whether a task is there whose data are files of this machine."""
     entry = manager.task_index.get(name)
-    path = str((entry and entry.cfg or {}).get("dataset_path"))
+    path = str((getattr(entry, "cfg", None) or {}).get("dataset_path"))
     return path in FORMATS.values() or Path(path).exists()
+
+
+def _files(folders: list[str], name: str) -> list[str]:
+    """YAML files of this name: what lm-eval cannot read is in no list of its, and says why when it is loaded."""
+    return [str(path) for folder in folders for path in Path(folder).rglob(f"{name}.yaml")]
 
 
 def _explained(error: Exception, library: Any, setting: str) -> ForgatherError:

@@ -24,8 +24,8 @@ _RESAMPLES = 1000
 def evaluate_source(
     source: Path, config: Config, *, tasks: dict[str, Any], own_tokenizer: bool = True, trust_config: bool = False
 ) -> dict[str, Any]:
-    """Collective. Run ``tasks``, as ``command.request`` has them, on a run's newest checkpoint, a checkpoint, an adapter
-    or a model directory; ``own_tokenizer``: it always is. Appends a line to the run's tasks.jsonl. Raises SetupError.
+    """Collective. Run ``tasks``, as ``command.request`` has them, on what ``source`` stands for, with its own tokenizer
+    always. Appends a line to the run's tasks.jsonl. Raises SetupError.
     """
     with doing("reading the tasks"):
         directory = tasks["tasks_dir"]

@@ -32,7 +32,7 @@ MODEL = [
     "model=nano", "precision=fp32", "model.hidden_size=32", "model.intermediate_size=64", "model.num_key_value_heads=1",
     "model.attention_dropout=0.1", "model.residual_dropout=0.1", "data=synthetic", "data.tokenizer=bytes",
     "data.seq_len=64", "data.num_samples=64", "data.num_eval_samples=8", "global_batch_size=8", "max_steps=4",
-    "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "eval_steps=2", "save_steps=2", "async_save=false",
+    "callbacks=minimal", "logging_steps=1", "warmup_steps=1", "save_steps=2", "async_save=false",
     "deterministic=true", "device=cpu",
 ]  # fmt: skip
 NAMES = ("mine_choice", "mine_rolling", "mine_until")
@@ -57,7 +57,8 @@ def asked(folder: Path, *names: str, **settings: object) -> str:
 
 
 def config(path: Path, *words: str) -> Config:
-    return load_config(None, [*MODEL, WATCH, f"output_dir={path}", *words]).config
+    evaluates = [] if "eval_strategy=no" in words else ["eval_steps=2"]
+    return load_config(None, [*MODEL, WATCH, f"output_dir={path}", *evaluates, *words]).config
 
 
 def on_a_rank(settings: Config, path: Path, fails: str = "") -> list[str]:
@@ -261,7 +262,7 @@ def test_a_killed_run_resumes_bit_by_bit_with_each_report_once(
     if moment == "inside":  # where the generators' states are looked at
         fault = ["+callbacks.fault._target_=faults.Fault", "+callbacks.fault.faults=[save-kill]",
                  f"+callbacks.fault.rank={ranks - 1}", "+callbacks.fault.after=3"]  # fmt: skip
-    words = [*MODEL, WATCH, *layout, asked(folder), *fault, "output_dir=run"]
+    words = [*MODEL, "eval_steps=2", WATCH, *layout, asked(folder), *fault, "output_dir=run"]
     words += [f"nproc_per_node={ranks}"] if ranks > 1 else []
     with Process("train", *words) as job:
         assert job.finish() != 0, job.output
