@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import sys
 import time
 from functools import cached_property
 from pathlib import Path
@@ -100,7 +102,8 @@ class TasksCallback(BuiltIn[TasksSettings]):
 
         def on_batch(_: str, done: int, total: int) -> None:
             if show is not None:
-                show("tasks", done, total)
+                with contextlib.redirect_stdout(self._stdout):  # ``run_tasks`` has taken it
+                    show("tasks", done, total)
             if run.sync.poll():  # all ranks end it together; and it is progress, and no hang
                 raise EvaluationStopped
 
@@ -125,6 +128,7 @@ class TasksCallback(BuiltIn[TasksSettings]):
         lm, told, failure = self._prepare(trainer), self.settings, None
         self._about = {name: getattr(told, name) for name in ("tasks", "limit", "num_fewshot", "apply_chat_template")}
         found: dict[str, float] = {}
+        self._stdout = sys.stdout
         try:
             results = run_tasks(lm, self._tasks, limit=told.limit, apply_chat_template=told.apply_chat_template)
             found = results.metrics
