@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,7 +44,7 @@ def evaluate(
     tasks_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Tasks of your own, as YAML files.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Examples of each task.")] = None,
     fewshot: Annotated[int | None, typer.Option(min=0, metavar="K", help="Solved examples before each.")] = None,
-    apply_chat_template: Annotated[bool, typer.Option(help="Ask in the template's turns.")] = False,
+    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Ask in turns.")] = False,
     samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Write each example and answer there.")] = None,
 ) -> None:
     r"""Loss, perplexity, bits per byte and accuracy of a run, a checkpoint, a model directory or a GGUF file.
@@ -62,11 +62,9 @@ def evaluate(
     asked = None
     if any((tasks is not None, tasks_dir, limit, fewshot, apply_chat_template, samples)):
         from forgather_cli.tasks.command import request as asked_for
-        from forgather_cli.tasks.command import tell as tell_of_tasks
 
-        asked = asked_for(
-            source, tasks, tasks_dir, samples, limit=limit, fewshot=fewshot, apply_chat_template=apply_chat_template
-        )
+        choices = {"limit": limit, "fewshot": fewshot, "apply_chat_template": apply_chat_template}
+        asked = asked_for(source, tasks, tasks_dir, samples, choices)
     if source.suffix == ".gguf" and source.is_file():
         _of_gguf(source, words, output, as_json=as_json)
         return
@@ -84,7 +82,7 @@ def evaluate(
         raise ConfigError(f"nnodes: eval runs on one machine, got {loaded.config.nnodes}; set nnodes=1")
     layout = replace(plan_layout(loaded.config, loaded.given), restarts=0)
     request = {"source": str(source), "own_tokenizer": own_tokenizer, "trust_config": trust_config}
-    request |= {} if asked is None else {"tasks": asked}
+    request |= {"tasks": asked} if asked else {}
     if layout.in_process:
         with interruptible(), only_json(as_json):
             report = evaluated(request, loaded.config)
@@ -93,8 +91,7 @@ def evaluate(
             code, report = _on_ranks(loaded, layout, request)
         if code:
             raise typer.Exit(code)
-    document = {"source": str(source), **report}
-    _tell(document, loaded.config, output, as_json=as_json, show=None if asked is None else tell_of_tasks)
+    _tell({"source": str(source), **report}, loaded.config, output, as_json=as_json)
 
 
 def _of_gguf(file: Path, words: list[str], output: Path | None, *, as_json: bool) -> None:
@@ -111,20 +108,15 @@ def _of_gguf(file: Path, words: list[str], output: Path | None, *, as_json: bool
     _tell({"source": str(file), **report}, loaded.config, output, as_json=as_json)
 
 
-def _tell(
-    document: dict[str, Any],
-    config: Config,
-    output: Path | None,
-    *,
-    as_json: bool,
-    show: Callable[[dict[str, Any]], None] | None = None,
-) -> None:
+def _tell(document: dict[str, Any], config: Config, output: Path | None, *, as_json: bool) -> None:
     if output is not None:
         write_json(output, document)
     if as_json:
         print_json(document)
         return
-    if show is not None:
+    if "metrics" in document:
+        from forgather_cli.tasks.command import show
+
         show(document)
         return
     shown = {**document, "split": _split(config.data, document["data"])}

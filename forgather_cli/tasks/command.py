@@ -10,7 +10,9 @@ from forgather_cli.cli.output import Col, print_table, writable
 from forgather_cli.errors import ConfigError, ModelError, SetupError
 
 
-def request(source: Path, names: str | None, tasks_dir: Path | None, samples: Path | None, **settings: Any) -> Any:
+def request(
+    source: Path, names: str | None, tasks_dir: Path | None, samples: Path | None, settings: dict[str, Any]
+) -> Any:
     """The ``tasks`` of ``source.evaluate_source``; None where none are asked for. Raises ConfigError and SetupError."""
     given = {"tasks_dir": tasks_dir, "samples": samples, **settings}
     if names is None:
@@ -29,7 +31,7 @@ def request(source: Path, names: str | None, tasks_dir: Path | None, samples: Pa
     return {"names": [name.strip() for name in names.split(",") if name.strip()], **settings, **paths}
 
 
-def tell(report: dict[str, Any]) -> None:
+def show(report: dict[str, Any]) -> None:
     """Print a row for each metric."""
     rows = []
     for key, value in report["metrics"].items():

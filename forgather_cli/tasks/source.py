@@ -12,7 +12,6 @@ from forgather_cli.distributed import pick_device, world
 from forgather_cli.documents.regular_files import append, write_whole
 from forgather_cli.inference.evaluation import described_by, materialize, prepared
 from forgather_cli.loss.build import build_loss
-from forgather_cli.run_dir import is_adapter_directory
 from forgather_cli.strategies.build import build_strategy
 from forgather_cli.tasks.lm import StrategyLM, max_length_of
 from forgather_cli.tasks.run import load_tasks, run_tasks
@@ -25,54 +24,43 @@ def evaluate_source(
     source: Path, config: Config, *, tasks: dict[str, Any], own_tokenizer: bool = True, trust_config: bool = False
 ) -> dict[str, Any]:
     """Collective. Run ``tasks``, as ``command.request`` has them, on what ``source`` stands for, with its own tokenizer
-    always. Appends a line to the run's tasks.jsonl. Raises SetupError.
+    always. Appends the report to the run's tasks.jsonl. Raises SetupError.
     """
     with doing("reading the tasks"):
-        directory = tasks["tasks_dir"]
-        built = load_tasks(tasks["names"], None if directory is None else Path(directory), num_fewshot=tasks["fewshot"])
+        built = load_tasks(tasks["names"], tasks["tasks_dir"], num_fewshot=tasks["fewshot"])
     config, found, group = prepared(source, config, trust_config=trust_config)
-    files = found.directory
-    if is_adapter_directory(files):
-        from forgather_cli.adapters.directory import read_adapter
-        from forgather_cli.adapters.load import directory_of_tokenizer
-
-        files = directory_of_tokenizer(read_adapter(files))
-    tokenizer = load_tokenizer(str(files), add_bos=found.add_bos)
-    seq_len = getattr(config.data, "seq_len", 1024)
-    max_length = max_length_of(described_by(found.directory), seq_len)
+    base, files = described_by(found.directory), found.directory
+    files = files if (files / "tokenizer.json").is_file() else base  # of an adapter's
+    tokenizer, seq_len = load_tokenizer(str(files), add_bos=found.add_bos), getattr(config.data, "seq_len", 1024)
     strategy = build_strategy(config, loss=build_loss(config.loss, device=pick_device(config.device)))
     with doing("reading the model"):
         materialize(strategy, found, config, tokenizer.vocab_size, seq_len, group)
-    is_first = world().rank == 0
+    max_length, is_first = max_length_of(base, seq_len), world().rank == 0
     with Bar("tasks", shown=is_first) as bar:
         lm = StrategyLM(
             strategy, tokenizer, files, max_length=max_length, group=group,
             max_tokens=max(max_length, config.per_device_eval_batch_size * seq_len),
             on_batch=lambda _, done, total: bar.update(done, total),
         )  # fmt: skip
-        results = run_tasks(
+        metrics, table = run_tasks(
             lm, built, limit=tasks["limit"], apply_chat_template=tasks["apply_chat_template"],
             bootstrap_iters=_RESAMPLES, with_samples=tasks["samples"] is not None,
         )  # fmt: skip
-    samples = results.table.pop("samples", {})
     report = {
         "step": None if found.reader is None else found.reader.step,
         "model": str(found.path),
         "trainer": str(value_at(config, "trainer")),
         "ranks": world().size,
         "precision": config.precision.type,
-        "metrics": results.metrics,
-        "samples": {name: counts["effective"] for name, counts in results.table["n-samples"].items()},
-        "fewshot": dict(results.table["n-shot"]),
-        "limit": tasks["limit"],
-        "apply_chat_template": tasks["apply_chat_template"],
+        **{name: tasks[name] for name in ("limit", "apply_chat_template")},
+        "fewshot": table["n-shot"],
+        "samples": {name: counts["effective"] for name, counts in table["n-samples"].items()},
+        "metrics": metrics,
     }
     if is_first and tasks["samples"] is not None:
-        lines = ({"task": name, **sample} for name, each in samples.items() for sample in each)
+        lines = ({"task": name, **sample} for name, each in table["samples"].items() for sample in each)
         text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
         write_whole(Path(tasks["samples"]), text)
     if is_first and found.run is not None:
-        line = {"step": report["step"], "model": report["model"], "tasks": [*report["samples"]]}
-        settings = {name: report[name] for name in ("limit", "fewshot", "apply_chat_template")}
-        append(found.run.tasks, (json.dumps({**line, **settings, **results.metrics}) + "\n").encode())
+        append(found.run.tasks, (json.dumps(report) + "\n").encode())
     return report
