@@ -126,3 +126,6 @@ class Stops(TrainerCallback):
             return plain(*args, **given)
 
         strategy.logits = logits
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        (kwargs["trainer"].run_dir.root / "asked").write_text(str(self.asked))

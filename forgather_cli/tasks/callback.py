@@ -28,7 +28,7 @@ _PATIENCE = 60.0
 
 
 class TasksCallback(BuiltIn[TasksSettings]):
-    """Adds ``tasks/NAME/METRIC`` to each evaluation, or to the logs every N steps; each report is a line of tasks.jsonl.
+    """Adds ``tasks/NAME/METRIC`` to each evaluation, or to the logs every N steps, and a line to tasks.jsonl.
 
     Collective; generators and modes are as they were afterwards. All ranks agree on a failure. Where one has failed
     while others wait for it inside the model, the run ends.
@@ -58,11 +58,13 @@ class TasksCallback(BuiltIn[TasksSettings]):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         self._newest = {}
         if self.settings.every is not None and state.global_step % self.settings.every == 0:
+            start, trainer = time.perf_counter(), kwargs["trainer"]
             try:
-                self._newest = self._measure(kwargs["trainer"])
-                kwargs["trainer"].log(dict(self._newest))
+                self._newest = self._measure(trainer)
+                trainer.log(dict(self._newest))
             except EvaluationStopped:
                 logger.info("the tasks at step %d were stopped and their report discarded", state.global_step)
+            trainer.run.metrics.evaluation_seconds += time.perf_counter() - start
 
     def measured_at_evaluation(self, trainer: Any) -> dict[str, float]:
         """Collective. What the present evaluation has of tasks: with ``every``, what this step has measured already."""
@@ -119,17 +121,15 @@ class TasksCallback(BuiltIn[TasksSettings]):
 
     def _measure(self, trainer: Any) -> dict[str, float]:
         """Collective. The metrics, equal on all ranks; where tasks have failed how often they have."""
-        lm, told, failure = self._prepared(trainer), self.settings, None
-        metrics, self._report = (
-            dict[str, float](),
-            {"limit": told.limit, "apply_chat_template": told.apply_chat_template},
-        )
+        lm, told = self._prepared(trainer), self.settings
+        asked: dict[str, Any] = {"limit": told.limit, "apply_chat_template": told.apply_chat_template}
+        metrics: dict[str, float] = {}
+        failure = None
         try:
-            metrics, table = run_tasks(lm, self._tasks, **self._report)
-            samples = {name: counts["effective"] for name, counts in table["n-samples"].items()}
-            self._report |= {"fewshot": table["n-shot"], "samples": samples}
+            metrics, table = run_tasks(lm, self._tasks, **asked)
+            counts = {name: each["effective"] for name, each in table["n-samples"].items()}
+            asked |= {"fewshot": table["n-shot"], "samples": counts}
         except EvaluationStopped:
-            self._report = {}
             raise
         except Exception as error:  # of a task's own code, of lm-eval, of the device
             failure = f"{type(error).__name__}: {error}"
@@ -137,7 +137,7 @@ class TasksCallback(BuiltIn[TasksSettings]):
             answers = gather((failure, metrics), self._group, time.monotonic() + _PATIENCE if failure else None)
         except NoAnswerError as alone:  # the others stand where this rank does not come any more
             raise CallbackError(self.name, "on_evaluate", f"this rank alone: {failure}") from alone
-        metrics = answers[0][1]  # a task's own code may differ by rank
+        metrics = answers[0][1]  # a task's own code may say another thing on each
         if failed := joined([each for each, _ in answers]):
             if told.on_failure == "error":
                 raise CallbackError(self.name, "on_evaluate", failed)
@@ -146,7 +146,7 @@ class TasksCallback(BuiltIn[TasksSettings]):
             self._failures, self._said = self._failures + 1, failed
             best = trainer.run.config.metric_for_best_model
             metrics = {best: math.nan} if best.startswith("tasks/") else {}  # which is never the best
-            self._report["failure"] = failed
+            asked |= {"failure": failed}
         metrics |= {"tasks/failures": self._failures} if self._failures else {}
-        self._report["metrics"] = metrics
+        self._report = {**asked, "metrics": metrics}
         return metrics
