@@ -69,8 +69,9 @@ ALLOWED = {
         "launch.signals",
     },
     "tasks": {
-        "adapters.directory", "adapters.load", "cli.output", "data", "distributed", "inference.evaluation", "loss",
-        "models", "strategies.base", "strategies.build", "trainer.states",
+        "adapters.directory", "adapters.load", "callbacks.base", "callbacks.json_logger", "cli.output", "data",
+        "distributed", "inference.evaluation", "loss", "models", "strategies.base", "strategies.build",
+        "trainer.evaluate", "trainer.states",
     },
     "sweeps": {
         "callbacks.console", "cli.output", "cli.words", "config", "launch.exit_status", "launch.layout",
