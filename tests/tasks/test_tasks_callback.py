@@ -267,6 +267,8 @@ def test_a_killed_run_resumes_bit_by_bit_with_each_report_once(
     with Process("train", *words) as job:
         assert job.finish() != 0, job.output
     assert RunDir(Path("run")).checkpoint_steps() == [2], job.output
+    for mark in ("acted-0", "killed"):
+        Path("elsewhere", mark).touch()
     with Process("resume", "../run", cwd=Path("elsewhere")) as job:
         assert job.finish() == 0, job.output
     run = Run(Path("run"), whole.notes)
