@@ -116,7 +116,8 @@ def write_tasks(folder: Path, count: int = 12) -> Path:
     chats.write_lines(folder / "until.jsonl", [halves(n) for n in range(count)])
     chats.write_lines(folder / "until_shots.jsonl", [halves(n + 1) for n in range(8)])
     turns = [
-        f"<|im_start|>user\n{sentence(draw, 2, 20)}<|im_end|>\n<|im_start|>assistant\n{sentence(draw, 1, 9)}<|im_end|>\n"
+        f"<|im_start|>user\n{sentence(draw, 2, 20)}<|im_end|>\n"
+        f"<|im_start|>assistant\n{sentence(draw, 1, 9)}<|im_end|>\n"
         for _ in range(2 * count)
     ]
     chats.write_lines(folder / "train.jsonl", [{"text": text} for text in [*texts, *turns]])

@@ -64,7 +64,8 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         chats.write_tokenizer(words, TEMPLATE)
     run, final = root / "run", root / "final"
     settings = [
-        "model=nano", "precision=fp32", "hidden_size=32", "seq_len=64", "global_batch_size=8", "device=cpu", "data=text",
+        "model=nano", "precision=fp32", "hidden_size=32", "seq_len=64", "global_batch_size=8", "device=cpu",
+        "data=text",
         "learning_rate=1e-2", "warmup_steps=1", "max_steps=40", "callbacks=minimal", "eval_strategy=no",
     ]  # fmt: skip
     files = [f"data.files=[{tasks}/train.jsonl]", f"data.tokenizer={words}", f"output_dir={run}"]
@@ -134,9 +135,10 @@ def test_a_continuation_that_is_shifted_by_one_token_has_other_numbers(
     """The control: the comparison sees what is wrong by one place."""
     hf = HFLM(str(made.final), device="cpu", batch_size=1, dtype="float32")
     scores = StrategyLM._loglikelihood_tokens
-    shifted = lambda lm, requests, **_: scores(  # noqa: E731
-        lm, [(text, [*context, *rest[:1]], [*rest[1:], rest[0]]) for text, context, rest in requests]
-    )
+
+    def shifted(lm: StrategyLM, requests: Any, **_: Any) -> Any:
+        return scores(lm, [(text, [*context, *rest[:1]], [*rest[1:], rest[0]]) for text, context, rest in requests])
+
     monkeypatch.setattr(StrategyLM, "_loglikelihood_tokens", shifted)
     found = ours(made.run, made.tasks, NAMES[:1])
     with pytest.raises(AssertionError):
@@ -147,9 +149,9 @@ def on_a_rank(made: Made, words: list[str], names: list[str]) -> dict[str, float
     torch.set_num_threads(1)
     loaded, _ = config_to_evaluate(made.run, ["device=cpu", *words])
     asked = {"names": names, "tasks_dir": made.tasks, "fewshot": 2, "limit": 9, "apply_chat_template": False}
-    metrics: dict[str, float] = tasks_source.evaluate_source(
-        made.run, loaded.config, tasks={**asked, "samples": None}
-    )["metrics"]
+    metrics: dict[str, float] = tasks_source.evaluate_source(made.run, loaded.config, tasks={**asked, "samples": None})[
+        "metrics"
+    ]
     return metrics
 
 
