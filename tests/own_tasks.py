@@ -1,4 +1,4 @@
-"""Four tasks of lm-evaluation-harness with files of their own, and models to ask."""
+"""Four tasks of lm-evaluation-harness with files of their own, a fifth that draws, and text for a model to ask."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ output_type: generate_until
 doc_to_text: "{{{{begin}}}}"
 doc_to_target: " {{{{rest}}}}"
 generation_kwargs: {{until: [" e", "\\n"], do_sample: false, max_gen_toks: 12}}
-metric_list: [{{metric: exact_match}}]
+process_results: !function score.letters
+metric_list: [{{metric: letters, aggregation: mean, higher_is_better: true}}]
 """
 _CHAT = """
 task: mine_chat
@@ -72,7 +73,20 @@ output_type: generate_until
 doc_to_text: "{{{{begin}}}}"
 doc_to_target: "{{{{rest}}}}"
 generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 9}}
-metric_list: [{{metric: exact_match}}]
+process_results: !function score.letters
+metric_list: [{{metric: letters, aggregation: mean, higher_is_better: true}}]
+"""
+_DRAWN = _UNTIL.replace("mine_until", "mine_drawn").replace("do_sample: false", "do_sample: true, temperature: 0.8")
+_SCORE = """
+import random
+
+import numpy
+import torch
+
+
+def letters(doc, results):
+    random.random(), numpy.random.rand(), torch.rand(1)  # as code of others may
+    return {"letters": len(results[0])}
 """
 
 
@@ -81,7 +95,8 @@ def sentence(draw: random.Random, least: int, most: int) -> str:
 
 
 def write_tasks(folder: Path, count: int = 12) -> Path:
-    """The four tasks' YAML and their rows, of which some are longer than the context of ``model_directory``."""
+    """The tasks' YAML and rows, of which some are longer than 64 tokens, and ``train.jsonl``, texts and turns of their
+    words: greedy decoding asks for a model whose likeliest token is no matter of the last bits."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(0)
 
@@ -100,6 +115,13 @@ def write_tasks(folder: Path, count: int = 12) -> Path:
     chats.write_lines(folder / "rolling.jsonl", [{"text": text} for text in texts])
     chats.write_lines(folder / "until.jsonl", [halves(n) for n in range(count)])
     chats.write_lines(folder / "until_shots.jsonl", [halves(n + 1) for n in range(8)])
-    for name, text in zip(NAMES, (_CHOICE, _ROLLING, _UNTIL, _CHAT), strict=True):
+    turns = [
+        f"<|im_start|>user\n{sentence(draw, 2, 20)}<|im_end|>\n"
+        f"<|im_start|>assistant\n{sentence(draw, 1, 9)}<|im_end|>\n"
+        for _ in range(2 * count)
+    ]
+    chats.write_lines(folder / "train.jsonl", [{"text": text} for text in [*texts, *turns]])
+    (folder / "score.py").write_text(_SCORE)
+    for name, text in zip([*NAMES, "mine_drawn"], (_CHOICE, _ROLLING, _UNTIL, _CHAT, _DRAWN), strict=True):
         (folder / f"{name}.yaml").write_text(text.format(folder=json.dumps(str(folder))[1:-1]))
     return folder

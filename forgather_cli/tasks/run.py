@@ -45,25 +45,22 @@ def load_tasks(
     library, folders = datasets_library(), [tasks_dir] if tasks_dir else []
     with _aside():
         index = TaskManager(include_path=folders, include_defaults=False)
-        entries = [index.task_index.get(name) for name in names]
-        if any(entry is None or isinstance((entry.cfg or {}).get("task"), list) for entry in entries):
-            index = TaskManager(include_path=folders)  # 14 000 tasks, 15 s
-        specs: dict[str, None] = {}
-        for name in names:
-            # a YAML that lm-eval cannot read is in no list of its, and by its path it says why
-            found = index.match_tasks([name]) or [str(p) for f in folders for p in Path(f).rglob(f"{name}.yaml")]
-            if not found:
-                nor = f", and none in the YAML files of {tasks_dir}" if tasks_dir else ""
-                near = did_you_mean(name, index.all_tasks)
-                raise DataError(f"{setting}: lm-eval has no task {name!r}{nor};{near} lm-eval ls tasks lists them")
-            specs |= dict.fromkeys(found)
-        paths = [str((getattr(index.task_index.get(each), "cfg", None) or {}).get("dataset_path")) for each in specs]
+        wanted = _wanted(index, names, folders)
+        if not all(wanted.values()) or any(isinstance(_config(index, name).get("task"), list) for name in names):
+            index = TaskManager(include_path=folders)  # of a group, or of lm-eval: 14 000 tasks, 15 s
+            wanted = _wanted(index, names, folders)
+        if missing := next((name for name, found in wanted.items() if not found), None):
+            nor = f", and none in the YAML files of {tasks_dir}" if tasks_dir else ""
+            near = did_you_mean(missing, index.all_tasks)
+            raise DataError(f"{setting}: lm-eval has no task {missing!r}{nor};{near} lm-eval ls tasks lists them")
+        specs = list(dict.fromkeys(spec for found in wanted.values() for spec in found))
+        paths = [str(_config(index, spec).get("dataset_path", spec)) for spec in specs]
         is_local = all(path in FORMATS.values() or Path(path).exists() for path in paths)
         try:
             with contextlib.nullcontext() if is_local else offline_if_unreachable(library, told=False):
-                loaded: dict[str, Any] = index.load(list(specs))
+                loaded: dict[str, Any] = index.load(specs)
         except Exception as error:  # of datasets, of lm-eval, or of a function that a task names
-            raise DataError(_why(error, library)) from error
+            raise DataError(_why(error, library, specs)) from error
     for name, task in loaded["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
             why = "runs code that the model writes" if getattr(task, "UNSAFE_CODE", False) else "is not of text alone"
@@ -119,13 +116,23 @@ def _aside() -> Iterator[None]:
         generators.load_state_dict(before)
 
 
-def _why(error: Exception, library: Any) -> str:
+def _config(index: Any, name: str) -> dict[str, Any]:
+    return getattr(index.task_index.get(name), "cfg", None) or {}
+
+
+def _wanted(index: Any, names: Sequence[str], folders: Sequence[str]) -> dict[str, list[str]]:
+    """By name what lm-eval loads: names, or the path of a YAML that it cannot read, which is how it says why."""
+    files = {path.stem: [str(path)] for folder in folders for path in Path(folder).rglob("*.yaml")}
+    return {name: index.match_tasks([name]) or files.get(name, []) for name in names}
+
+
+def _why(error: Exception, library: Any, specs: list[str]) -> str:
     """What cannot be had, and for a dataset of the hub the command that fetches it."""
-    first = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     task = next((each for each in owners if getattr(each, "DATASET_PATH", None)), None)
     if task is None or not isinstance(error, ConnectionError):
-        return f"task {task.config.task if task else ''}: cannot be made ({first}); mend its YAML"
+        said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return f"task {task.config.task if task else ', '.join(specs)}: cannot be made ({said}); mend its YAML"
     given = [repr(part) for part in (task.DATASET_PATH, task.DATASET_NAME) if part is not None]
     given += [f"{key}={value!r}" for key, value in (task.config.dataset_kwargs or {}).items()]
     return (
