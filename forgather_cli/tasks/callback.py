@@ -37,8 +37,11 @@ class TasksCallback(BuiltIn[TasksSettings]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Raises DataError for tasks that cannot be had."""
         super().__init__(*args, **kwargs)
-        names, folder, shots = self.settings.tasks, self.settings.tasks_dir, self.settings.num_fewshot
-        self._tasks = load_tasks(names, folder, num_fewshot=shots, setting="callbacks.tasks.tasks")
+        names, folder, shots = self.settings.tasks, self.settings.tasks_dir, self.settings.fewshot
+        with contextlib.chdir(
+            (self._run and self._run.first_directory()) or "."
+        ):  # from where their files' paths count
+            self._tasks = load_tasks(names, folder, num_fewshot=shots, setting="callbacks.tasks.tasks")
         self._lm: StrategyLM | None = None
         self._newest: dict[str, float] = {}
         """What was measured at this step."""

@@ -21,7 +21,7 @@ class TasksSettings(CallbackPart):
     tasks: list[str] = field(default_factory=list)  # names of tasks, groups and tags: [arc_easy, mine]
     tasks_dir: FilePath | None = None  # a directory with tasks of your own, as YAML files
     limit: PositiveInt | None = None  # examples of each task; null: all
-    num_fewshot: Count | None = None  # solved examples before each; null: as the task says
+    fewshot: Count | None = None  # solved examples before each question; null: as the task says
     apply_chat_template: bool = False  # ask as a user of a chat does, by the tokenizer's chat template
     every: PositiveInt | None = None  # optimizer steps between two reports; null: at each evaluation
     # when tasks fail: warn (told, counted as tasks/failures, and training goes on), error (it ends the run)
