@@ -106,7 +106,7 @@ def test_a_gguf_file_and_an_encoder_decoder_are_refused(tasks: str, capsys: pyte
     Path("m.gguf").touch()
     assert "tasks are run on what torch loads" in refusal(capsys, "eval", "m.gguf", *asked(tasks))
     words = ["model=qwen3_encdec", "hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2", "data=ul2"]
-    more = ["precision=fp32", f"data.files=[{tasks}/train.jsonl]", "data.tokenizer=bytes", "eval_strategy=no"]
+    more = ["precision=fp32", "data.source=text", f"data.files=[{tasks}/train.jsonl]", "data.tokenizer=bytes", "eval_strategy=no"]
     end = ["max_steps=1", "global_batch_size=2", "device=cpu", "callbacks=minimal", "output_dir=run"]
     assert forgather("train", *words, *more, *end) == 0
     assert "is an encoder-decoder" in refusal(capsys, "eval", "run", *asked(tasks))
