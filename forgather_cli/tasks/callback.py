@@ -16,7 +16,7 @@ from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import RecordFile
 from forgather_cli.distributed import NoAnswerError, cpu_group, gather, joined
 from forgather_cli.documents.fields import COUNT, check_fields
-from forgather_cli.errors import CallbackError, ConfigError
+from forgather_cli.errors import CallbackError, ConfigError, ForgatherError
 from forgather_cli.tasks.lm import StrategyLM, max_length_of
 from forgather_cli.tasks.run import load_tasks, run_tasks
 from forgather_cli.tasks.settings import TasksSettings
@@ -38,10 +38,7 @@ class TasksCallback(BuiltIn[TasksSettings]):
         """Raises DataError for tasks that cannot be had."""
         super().__init__(*args, **kwargs)
         names, folder, shots = self.settings.tasks, self.settings.tasks_dir, self.settings.fewshot
-        with contextlib.chdir(
-            (self._run and self._run.first_directory()) or "."
-        ):  # from where their files' paths count
-            self._tasks = load_tasks(names, folder, num_fewshot=shots, setting="callbacks.tasks.tasks")
+        self._tasks = load_tasks(names, folder, num_fewshot=shots, setting="callbacks.tasks.tasks")
         self._lm: StrategyLM | None = None
         self._newest: dict[str, float] = {}
         """What was measured at this step."""
@@ -135,7 +132,7 @@ class TasksCallback(BuiltIn[TasksSettings]):
         except EvaluationStopped:
             raise
         except Exception as error:  # of a task's own code, of lm-eval, of the device
-            failure = f"{type(error).__name__}: {error}"
+            failure = str(error) if isinstance(error, ForgatherError) else f"{type(error).__name__}: {error}"
         try:
             answers = gather((failure, metrics), self._group, time.monotonic() + _PATIENCE if failure else None)
         except NoAnswerError as alone:  # the others stand where this rank does not come any more

@@ -12,13 +12,12 @@ from forgather_cli.errors import ConfigError, ModelError, SetupError
 
 def request(
     source: Path, names: str | None, tasks_dir: Path | None, samples: Path | None, settings: dict[str, Any]
-) -> Any:
-    """The ``tasks`` of ``source.evaluate_source``; None where none are asked for. Raises ConfigError and SetupError."""
+) -> dict[str, Any]:
+    """The ``tasks`` of ``source.evaluate_source``. Raises ConfigError and SetupError."""
     given = {"tasks_dir": tasks_dir, "samples": samples, **settings}
-    if names is None:
-        if alone := next((name for name, value in given.items() if value not in (None, False)), None):
-            raise ConfigError(f"--{alone.replace('_', '-')}: goes with --tasks; name some, --tasks arc_easy")
-        return None
+    if not names:
+        alone = next((name for name, value in given.items() if value not in (None, False)), "tasks")
+        raise ConfigError(f"--{alone.replace('_', '-')}: needs names of tasks; give some, --tasks arc_easy")
     if find_spec("lm_eval") is None:
         raise SetupError("--tasks: needs the package lm_eval; pip install 'forgather[tasks]'")
     if source.suffix == ".gguf":

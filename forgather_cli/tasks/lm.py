@@ -16,11 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped]
-from lm_eval.models.utils import (  # type: ignore[import-untyped]
-    handle_stop_sequences,
-    normalize_gen_kwargs,
-    resolve_max_length,
-)
+from lm_eval.models import utils as hf  # type: ignore[import-untyped]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-untyped]
 from torch import Tensor
 
@@ -185,8 +181,8 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
         end = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         for numbers in kinds.values():
             first = requests[numbers[0]]
-            settings, what = normalize_gen_kwargs(first.args[1], self.max_gen_toks), f"task {first.task_name}"
-            stops = list(filter(None, handle_stop_sequences(settings.pop("until"), end)))
+            settings, what = hf.normalize_gen_kwargs(first.args[1], self.max_gen_toks), f"task {first.task_name}"
+            stops = list(filter(None, hf.handle_stop_sequences(settings.pop("until"), end)))
             most, temperature = settings.pop("max_gen_toks"), settings.pop("temperature", 0.0)
             draws = bool(settings.pop("do_sample")) and temperature > 0
             if (room := self.max_length - most) <= 0:
@@ -271,4 +267,4 @@ def max_length_of(directory: Path, otherwise: int) -> int:
     config, tokenizer = (read_json_object(each, ModelError) if each.is_file() else {} for each in files)
     if text := config.get("text_config"):
         config = text
-    return resolve_max_length(SimpleNamespace(**config), SimpleNamespace(**tokenizer)) if config else otherwise
+    return hf.resolve_max_length(SimpleNamespace(**config), SimpleNamespace(**tokenizer)) if config else otherwise

@@ -27,6 +27,7 @@ from forgather_cli.documents.regular_files import FORMATS
 from forgather_cli.errors import DataError, did_you_mean
 from forgather_cli.models.parts import evaluation_mode
 from forgather_cli.tasks.lm import StrategyLM
+from forgather_cli.tasks.lm import __file__ as lm_file
 from forgather_cli.trainer.states import RandomState
 
 _SEED = 1234
@@ -81,15 +82,23 @@ def run_tasks(
     0: no standard errors. Generators of the process (random, numpy, torch) are left as they were.
 
     Returns numbers by ``tasks/NAME/METRIC``, and the document of lm-eval's ``evaluate``, with ``samples`` only if
-    asked for: on all ranks alike, but for standard errors. Raises what a task's own code raises.
+    asked for: on all ranks alike, but for standard errors. Raises DataError where a task's own code fails.
     """
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(_SEED)
-    with _aside(), evaluation_mode(lm.strategy.parts):
-        table: dict[str, Any] = evaluate(
-            lm, tasks, limit=limit, bootstrap_iters=0 if rank_in(lm.group) else bootstrap_iters,
-            log_samples=with_samples, apply_chat_template=apply_chat_template, fewshot_as_multiturn=apply_chat_template,
-        )  # fmt: skip
+    try:
+        with _aside(), evaluation_mode(lm.strategy.parts):
+            table: dict[str, Any] = evaluate(
+                lm, tasks, limit=limit, log_samples=with_samples,
+                bootstrap_iters=0 if rank_in(lm.group) else bootstrap_iters,
+                apply_chat_template=apply_chat_template, fewshot_as_multiturn=apply_chat_template,
+            )  # fmt: skip
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(frame.filename == lm_file for frame in frames):  # the model failed, or was stopped
+            raise
+        where = f"{type(error).__name__}: {error}, {frames[-1].filename}:{frames[-1].lineno}"
+        raise DataError(f"tasks {', '.join(tasks['tasks'])}: cannot be run ({where}); mend the task") from error
     metrics = {}
     for name, values in table["results"].items():
         for key, value in values.items():

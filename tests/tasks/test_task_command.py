@@ -10,7 +10,12 @@ import own_tasks
 import pytest
 from finalized import model_directory
 from huggingface_hub import constants
+from paired import model as encoder_decoder
 from program import SMALL, document, forgather, printed, refusal, shown
+
+from forgather_cli.checkpoint.tensors import write_model_directory
+from forgather_cli.data.text.tokenizer import ByteTokenizer
+from forgather_cli.models.pretrained import write_model_files
 
 pytestmark = pytest.mark.usefixtures("own_directory")
 
@@ -79,7 +84,8 @@ def test_a_model_directory_and_an_adapter(tasks: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--limit", "3"], "--limit: goes with --tasks"),
+        (["--limit", "3"], "--limit: needs names of tasks"),
+        (["--tasks", ""], "--tasks: needs names of tasks"),
         (["--tasks", "a", "--tasks-dir", "nowhere"], "--tasks-dir: no such directory: nowhere"),
         (["--tasks", "a", "--samples", "no/folder"], "--samples: no/folder has no folder"),
         (["--tasks", "mine_chat", "--tasks-dir", "mine", "--apply-chat-template"], "base: has no chat template"),
@@ -88,6 +94,10 @@ def test_a_model_directory_and_an_adapter(tasks: str, capsys: pytest.CaptureFixt
             "task mine/broken.yaml: cannot be made (ParserError",
         ),
         (["--tasks", "gone", "--tasks-dir", "mine"], "task gone: cannot be made (FileNotFoundError: Unable to find '"),
+        (
+            ["--tasks", "mine_choice", "--tasks-dir", "mine", "--fewshot", "20"],
+            "tasks mine_choice: cannot be run",
+        ),
         (["--tasks", "unsafe", "--tasks-dir", "mine"], "task unsafe: runs code that the model writes"),
     ],
 )
@@ -105,11 +115,11 @@ def test_refusals(words: list[str], message: str, tasks: str, capsys: pytest.Cap
 def test_a_gguf_file_and_an_encoder_decoder_are_refused(tasks: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("m.gguf").touch()
     assert "tasks are run on what torch loads" in refusal(capsys, "eval", "m.gguf", *asked(tasks))
-    words = ["model=qwen3_encdec", "hidden_size=32", "num_hidden_layers=1", "num_attention_heads=2", "data=ul2"]
-    more = ["precision=fp32", f"data.files=[{tasks}/train.jsonl]", "data.tokenizer=bytes", "eval_strategy=no"]
-    end = ["max_steps=1", "global_batch_size=2", "device=cpu", "callbacks=minimal", "output_dir=run"]
-    assert forgather("train", *words, *more, *end) == 0
-    assert "is an encoder-decoder" in refusal(capsys, "eval", "run", *asked(tasks))
+    model = encoder_decoder(257)
+    Path("both").mkdir()
+    write_model_directory(Path("both"), model.state_dict())
+    write_model_files(model, ByteTokenizer(), Path("both"))
+    assert "is an encoder-decoder" in refusal(capsys, "eval", "both", *asked(tasks), "device=cpu")
 
 
 def test_a_dataset_that_cannot_be_fetched_is_said_with_the_command_that_fetches_it(

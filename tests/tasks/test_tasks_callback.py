@@ -226,9 +226,8 @@ def test_a_failure_is_said_once_and_counted_and_training_goes_on(
     assert [r["tasks/failures"] for r in tiny.metrics(run.path) if "eval_loss" in r] == [1, 2]
     assert Reader(RunDir(run.path).checkpoint(4)).state("callbacks")["tasks"] == {"failures": 2}
     if strategy == "single":
-        assert [r.message for r in caplog.records if "failed" in r.message] == [
-            "tasks failed at step 2 (ZeroDivisionError: of the task's own code); training goes on"
-        ]
+        (said,) = [r.message for r in caplog.records if "failed" in r.message]
+        assert said.startswith("tasks failed at step 2 (tasks failing: cannot be run (ZeroDivisionError: of the task's")
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -240,7 +239,7 @@ def test_a_rank_whose_model_fails_alone_keeps_nobody_waiting(folder: Path, tmp_p
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_failure_ends_the_run_where_that_is_asked(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(CallbackError, match="callback tasks failed in on_evaluate: Zero"):
+    with pytest.raises(CallbackError, match="callback tasks failed in on_evaluate: tasks failing: cannot"):
         train("single", tmp_path / "run", asked(folder, "failing", on_failure="error"), fails="0")
 
 
@@ -253,23 +252,19 @@ def test_a_failure_ends_the_run_where_that_is_asked(folder: Path, tmp_path: Path
 def test_a_killed_run_resumes_bit_by_bit_with_each_report_once(
     runs: Callable[..., Run], strategy: str, moment: str
 ) -> None:
-    """Killed while tasks are run, and once their report is written, before the checkpoint of that step. The run goes on
-    from another working directory, with the tasks of its first one."""
+    """Killed while tasks are run, and once their report is written, before the checkpoint of that step."""
     whole, (ranks, layout) = runs(strategy), STRATEGIES[strategy]
     fault = ["+callbacks.kills._target_=users_tasks.Kills", "+callbacks.kills.step=4"]
     if moment == "inside":  # where the generators' states are looked at
         fault = ["+callbacks.fault._target_=faults.Fault", "+callbacks.fault.faults=[save-kill]",
                  f"+callbacks.fault.rank={ranks - 1}", "+callbacks.fault.after=3"]  # fmt: skip
     write_tasks(Path("mine"), 6)
-    Path("elsewhere").mkdir()
     words = [*MODEL, "eval_steps=2", WATCH, *layout, asked(Path("mine")), *fault, "output_dir=run"]
     words += [f"nproc_per_node={ranks}"] if ranks > 1 else []
     with Process("train", *words) as job:
         assert job.finish() != 0, job.output
     assert RunDir(Path("run")).checkpoint_steps() == [2], job.output
-    for mark in ("acted-0", "killed"):
-        Path("elsewhere", mark).touch()
-    with Process("resume", "../run", cwd=Path("elsewhere")) as job:
+    with Process("resume", "run") as job:
         assert job.finish() == 0, job.output
     run = Run(Path("run"), whole.notes)
     assert run.reports() == whole.reports()
