@@ -88,7 +88,7 @@ def summarize(run: RunDir) -> Summary:
     speeds = sorted(float(r["tok_per_sec"]) for r in records if is_number(r.get("tok_per_sec")))
     told = _last(records, "train_runtime")  # by the run itself, at its end
     state, reason = state_of(run)
-    reports = [r["metrics"] for r in read_records(run.tasks) if not r.get("abandoned")] if run.tasks.exists() else []
+    reports = [r for r in read_records(run.tasks) if not r.get("abandoned")] if run.tasks.exists() else []
     return Summary(
         run=str(run.root),
         state=state,
@@ -108,7 +108,7 @@ def summarize(run: RunDir) -> Summary:
         tokens_per_second=speeds[len(speeds) // 2] if speeds else None,
         seconds=float(told) if told is not None else running_time(records),
         times=times_of(records),
-        tasks={k: v for r in reports for k, v in r.items() if is_number(v)},
+        tasks={k: v for r in reports for k, v in r.get("metrics", {}).items() if is_number(v)},
         sources={k: v for r in records for k, v in r.items() if k.startswith(("epoch/", "loss/", "eval_loss/"))},
     )
 
