@@ -76,7 +76,7 @@ generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 9}}
 process_results: !function score.letters
 metric_list: [{{metric: letters, aggregation: mean, higher_is_better: true}}]
 """
-_DRAWN = _UNTIL.replace("mine_until", "mine_drawn").replace("do_sample: false", "do_sample: true, temperature: 0.8")
+_DRAWN = _UNTIL.replace("mine_until", "mine_drawn").replace("do_sample: false", "do_sample: true, temperature: 2.0")
 _SCORE = """
 import random
 

@@ -147,8 +147,8 @@ def test_a_continuation_that_is_shifted_by_one_token_has_other_numbers(
 
 def on_a_rank(made: Made, words: list[str], names: list[str]) -> dict[str, float]:
     torch.set_num_threads(1)
-    loaded, _ = config_to_evaluate(made.run, ["device=cpu", *words])
-    asked = {"names": names, "tasks_dir": made.tasks, "fewshot": 2, "limit": 9, "apply_chat_template": False}
+    loaded, _ = config_to_evaluate(made.run, ["device=cpu", "per_device_eval_batch_size=3", *words])  # several batches
+    asked = {"names": names, "tasks_dir": made.tasks, "fewshot": 2, "limit": None, "apply_chat_template": False}
     metrics: dict[str, float] = tasks_source.evaluate_source(made.run, loaded.config, tasks={**asked, "samples": None})[
         "metrics"
     ]
