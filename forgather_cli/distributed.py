@@ -160,6 +160,22 @@ def on_rank_0(action: Callable[[], T], group: Any) -> T:
     return value  # type: ignore[return-value]
 
 
+def that_of_rank_0(group: Any) -> Callable[[Tensor], Tensor] | None:
+    """What makes all ranks go on with the same tokens, and so end together.
+
+    Their logits may differ: in the last bits on GPUs of several kinds, in more while post-local SGD lets weights part.
+    """
+    if group is None:
+        return None
+
+    def agree(token: Tensor) -> Tensor:
+        chosen = token.cpu()
+        dist.broadcast(chosen, src=0, group=group)
+        return chosen.to(token.device)
+
+    return agree
+
+
 def joined(failures: Sequence[str | None]) -> str | None:
     """What went wrong on which rank, ``failures`` by rank, in one line; None if nothing did."""
     ranks: dict[str, list[int]] = {}

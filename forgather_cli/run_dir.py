@@ -65,6 +65,8 @@ class RunDir:
     """Each rollback to a checkpoint, with the samples that it skips."""
     mixture = _In("mixture.jsonl")
     """Of a mixture: what each start and save had read of its sources."""
+    tasks = _In("tasks.jsonl")
+    """Results of benchmarks: a line for each time that some were run."""
     data_files = _In("data_files.json")
     """By the data's fingerprint: hash of each file, by path."""
     control = _In("control")

@@ -159,15 +159,25 @@ def read_data(config: Config, *, shown: bool = True) -> DataSplits:
         )
 
 
+@doing("importing torch")
+def evaluated(request: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Collective. The report that ``forgather eval`` asks for, of a loss or of tasks."""
+    words = {**request, "source": Path(request["source"])}
+    if "tasks" in request:
+        from forgather_cli.tasks.source import evaluate_source as run_tasks
+
+        return run_tasks(**words, config=config)
+    from forgather_cli.inference.evaluation import evaluate_source
+
+    return evaluate_source(**words, config=config)
+
+
 def _evaluate(config: Config, run_dir: RunDir, rank: int) -> ExitStatus:
     """Evaluate for ``forgather eval``. A signal ends the process at once, since nothing here polls for it."""
-    with doing("importing torch"):
-        from forgather_cli.inference.evaluation import evaluate_source
-
     logging.getLogger("forgather_cli").setLevel(logging.WARNING)  # as in one process
     request = json.loads(run_dir.evaluation.read_text(encoding="utf-8"))
     with contextlib.redirect_stdout(sys.stderr):  # what the launcher prints is one document
-        report = evaluate_source(Path(request.pop("source")), config, **request)
+        report = evaluated(request, config)
     if rank == 0:
         run_dir.report.write_text(json.dumps(report), encoding="utf-8")
     return done(rank)

@@ -72,6 +72,11 @@ ALLOWED = {
         "adapters.directory", "checkpoint.choice", "checkpoint.files", "cli.output", "cli.words", "data.cache",
         "data.text.corpus", "data.text.read", "finalize", "gguf",
     },
+    "tasks": {
+        "adapters.directory", "adapters.load", "callbacks.base", "callbacks.json_logger", "cli.output", "data",
+        "distributed", "inference.evaluation", "loss", "models", "strategies.base", "strategies.build",
+        "trainer.evaluate", "trainer.states",
+    },
     "sweeps": {
         "callbacks.console", "cli.output", "cli.words", "config", "launch.exit_status", "launch.layout",
         "launch.processes", "launch.rank_log", "launch.signals", "runs.summary",
@@ -103,7 +108,7 @@ ALLOWED = {
 # third-party package -> the only layers that may import it, a room with commands beside cli
 ONLY_IN = {
     "typer": "cli sweeps", "hydra": "config", "omegaconf": "config", "pydantic": "config",
-    "matplotlib": "pictures", "h11": "control", "uvicorn": "diloco",
+    "lm_eval": "tasks", "matplotlib": "pictures", "h11": "control", "uvicorn": "diloco",
 }  # fmt: skip
 NO_TORCH_AT_MODULE_LEVEL = {
     "api", "cli", "config", "documents", "errors", "hardware", "housekeeping", "hub", "launch", "pictures", "plan",

@@ -72,6 +72,11 @@ ROOMS = {
         ("tests/preference",),
         {"train data=preference": "data=preference", "train loss=dpo": "loss=dpo"},
     ),
+    "tasks": Room(
+        ("forgather_cli/tasks",),
+        ("tests/tasks",),
+        {"eval run --tasks mine": "", "train +callbacks.tasks={tasks:[mine]}": "callbacks.tasks"},
+    ),
     "mixture": Room(
         ("forgather_cli/data/mixture", "conf/data/mixture.yaml"),
         ("tests/data/mixture",),

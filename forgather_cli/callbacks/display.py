@@ -27,7 +27,7 @@ def evaluation_prefix(logs: Logs) -> str | None:
 def evaluation_entries(metrics: Logs) -> tuple[str, list[tuple[str, str]]]:
     """(prefix, (label, value) of each metric), important ones first."""
     prefix = evaluation_prefix(metrics) or "eval"
-    values = {k.removeprefix(f"{prefix}_"): v for k, v in metrics.items() if k.startswith(f"{prefix}_")}
+    values = {k.removeprefix(f"{prefix}_"): v for k, v in metrics.items() if k.startswith((f"{prefix}_", "tasks/"))}
     runtime, speed = values.pop("runtime", None), values.pop("samples_per_second", None)
     values = {name: value for name, value in values.items() if name not in ("tokens", "targets")}
     first = {name: STEP_COLUMNS[name] for name in ("loss", "rewards/accuracies", "rewards/margins", "bits_per_byte")}

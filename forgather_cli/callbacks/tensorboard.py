@@ -155,7 +155,7 @@ def curve(name: str) -> str:
     for split in ("eval", "test"):
         if name.startswith(f"{split}_"):
             return f"{split}/{name.removeprefix(f'{split}_')}"
-    return f"train/{name}"
+    return name if name.startswith("tasks/") else f"train/{name}"
 
 
 def is_number(value: Any) -> bool:

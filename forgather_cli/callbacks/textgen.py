@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -25,7 +24,7 @@ from forgather_cli.callbacks.console import StreamName, console, is_terminal, pr
 from forgather_cli.callbacks.tensorboard import indented
 from forgather_cli.config.schema import Sampling, TextgenSettings
 from forgather_cli.data.chat.ends import as_turns
-from forgather_cli.distributed import on_rank_0
+from forgather_cli.distributed import on_rank_0, that_of_rank_0
 from forgather_cli.documents.regular_files import append, read_bytes, set_aside, write_whole
 from forgather_cli.errors import SetupError
 from forgather_cli.models.parts import evaluation_mode
@@ -205,7 +204,7 @@ def continued(
             eos_token_id=ends,
             pad_token_id=pad,
             generator=generator,
-            agree=_that_of_rank_0(trainer.run.cpu_group),
+            agree=that_of_rank_0(trainer.run.cpu_group),
             on_token=on_column,
             is_over=is_over if stops else None,
         )
@@ -260,22 +259,6 @@ def encoded(trainer: Any, prompts: Sequence[str], tokenizer: Any) -> list[list[i
             "prompts: an empty prompt needs a tokenizer with a bos or eos token; write at least one character"
         )
     return rows
-
-
-def _that_of_rank_0(group: Any) -> Callable[[Tensor], Tensor] | None:
-    """What makes all ranks go on with the same tokens, and so end together.
-
-    Their logits may differ: in the last bits on GPUs of several kinds, in more while post-local SGD lets weights part.
-    """
-    if group is None:
-        return None
-
-    def agree(token: Tensor) -> Tensor:
-        chosen = token.cpu()
-        dist.broadcast(chosen, src=0, group=group)
-        return chosen.to(token.device)
-
-    return agree
 
 
 def _show(prompt: str, completion: str, title: str, stream: StreamName) -> None:

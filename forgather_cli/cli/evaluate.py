@@ -40,6 +40,12 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the report there too, as JSON.")] = None,
     trust_config: TrustConfig = False,
     as_json: AsJson = False,
+    tasks: Annotated[str | None, typer.Option(metavar="A,B", help="Benchmarks instead, of lm-eval.")] = None,
+    tasks_dir: Annotated[Path | None, typer.Option(metavar="DIR", help="Tasks of your own, as YAML files.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, metavar="N", help="Examples of each task.")] = None,
+    fewshot: Annotated[int | None, typer.Option(min=0, metavar="K", help="Solved examples before each.")] = None,
+    apply_chat_template: Annotated[bool, typer.Option("--apply-chat-template", help="Ask in turns.")] = False,
+    samples: Annotated[Path | None, typer.Option(metavar="FILE", help="Write each example and answer there.")] = None,
 ) -> None:
     r"""Loss, perplexity, bits per byte and accuracy of a run, a checkpoint, a model directory or a GGUF file.
 
@@ -49,8 +55,16 @@ def evaluate(
 
     Bits per byte: the loss of all targets in bits, over the bytes of text that they stand for.
     Accuracy: the share of targets that are the likeliest token.
+
+    With [cyan]--tasks arc_easy,hellaswag[/] these benchmarks instead; a run keeps their results in tasks.jsonl.
     """
     words = check_overrides(overrides)
+    asked = None
+    if any((tasks is not None, tasks_dir, limit, fewshot, apply_chat_template, samples)):
+        from forgather_cli.tasks.command import request as asked_for
+
+        choices = {"limit": limit, "fewshot": fewshot, "apply_chat_template": apply_chat_template}
+        asked = asked_for(source, tasks, tasks_dir, samples, choices)
     if source.suffix == ".gguf" and source.is_file():
         _of_gguf(source, words, output, as_json=as_json)
         return
@@ -60,19 +74,19 @@ def evaluate(
     if output is not None:
         writable(output, "--output")
     from forgather_cli.launch.layout import plan_layout
+    from forgather_cli.worker import evaluated
 
     if place is not None and place.size > 1:
         raise ConfigError(f"eval: starts its ranks itself, but {place.by} has started {place.size}; run it once, alone")
     if loaded.config.nnodes > 1:
         raise ConfigError(f"nnodes: eval runs on one machine, got {loaded.config.nnodes}; set nnodes=1")
     layout = replace(plan_layout(loaded.config, loaded.given), restarts=0)
+    request = {"source": str(source), "own_tokenizer": own_tokenizer, "trust_config": trust_config}
+    request |= {"tasks": asked} if asked else {}
     if layout.in_process:
-        with interruptible(), only_json(as_json), doing("importing torch"):
-            from forgather_cli.inference.evaluation import evaluate_source
-
-            report = evaluate_source(source, loaded.config, own_tokenizer=own_tokenizer, trust_config=trust_config)
+        with interruptible(), only_json(as_json):
+            report = evaluated(request, loaded.config)
     else:
-        request = {"source": str(source), "own_tokenizer": own_tokenizer, "trust_config": trust_config}
         with interruptible():
             code, report = _on_ranks(loaded, layout, request)
         if code:
@@ -99,6 +113,11 @@ def _tell(document: dict[str, Any], config: Config, output: Path | None, *, as_j
         write_json(output, document)
     if as_json:
         print_json(document)
+        return
+    if "metrics" in document:
+        from forgather_cli.tasks.command import show
+
+        show(document)
         return
     shown = {**document, "split": _split(config.data, document["data"])}
     facts = {label: _shown(key, value) for key, label in _SHOWN.items() if (value := shown.get(key)) is not None}

@@ -72,8 +72,9 @@ def summary(
         print_json([asdict(each) for each in summaries])
     else:
         print_summaries(summaries, markdown=markdown)
-        if len(summaries) == 1 and (sources := summaries[0].sources):
-            tell("by source: " + ", ".join(f"{name} {value:.4g}" for name, value in sources.items()))
+        for what, numbers in (("by source", summaries[0].sources), ("tasks", summaries[0].tasks)):
+            if len(summaries) == 1 and numbers:
+                tell(f"{what}: " + ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()))
         if len(summaries) == 1 and (shares := time_shares(summaries[0].times)):
             tell(f"the time went to: {shares} (forgather logs slow {summaries[0].run})")
 

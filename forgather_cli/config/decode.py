@@ -236,7 +236,8 @@ def _complete_0_2(data: dict[str, Any], model: dict[str, Any]) -> None:
 _FILES = ("data.files", "data.eval_files", "data.data_files")
 _PATHS = (
     "data.tokenizer", "data.dataset", "data.chat_template", "data.cache_dir", "model.path", "model.config",
-    "callbacks.textgen.prompts", "trainer.accelerate_config", "resume_from_checkpoint", "logging_dir",
+    "callbacks.textgen.prompts", "callbacks.tasks.tasks_dir", "trainer.accelerate_config", "logging_dir",
+    "resume_from_checkpoint",
 )  # fmt: skip
 """Settings that may name a file or directory; ``_FILES`` are lists of nothing else."""
 

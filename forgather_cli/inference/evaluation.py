@@ -60,14 +60,8 @@ def evaluate_source(
 
     Raises SetupError.
     """
-    config = with_local_model(config, weights=False)  # those of ``source`` count
-    config = replace(config, precision=without_auto(config.precision, config.device)[0])
-    config = replace(
-        config, adapter=NoAdapter(), trainable=None, gradient_checkpointing=False, torch_compile=False
-    )  # one pass is not worth compiling for
-    device, group = pick_device(config.device), cpu_group()
-    with doing("reading the checkpoint"):
-        found = _located(source, group, trust_config=trust_config)
+    config, found, group = prepared(source, config, trust_config=trust_config)
+    device = pick_device(config.device)
     changes: dict[str, Any] = {}
     if own_tokenizer and not isinstance(config.data, Target):
         changes["tokenizer"] = str(found.directory)
@@ -79,7 +73,7 @@ def evaluate_source(
     with doing("reading the data"), Bar("tokenizing", "bytes") as bar:
         progress = bar.update if world().rank == 0 else None
         sentinels = num_sentinels(config.model) or num_sentinels(found.directory)
-        described = _described_by(found.directory)
+        described = described_by(found.directory)
         is_directory = (described / "config.json").is_file()
         most = (read_config(described, "model").get("vocab_size") or 0) if is_directory else most_tokens(config)
         data = load_data(
@@ -103,7 +97,7 @@ def evaluate_source(
     loss.eval_metrics = seen = EvalMetrics(device, token_bytes, len(getattr(data.eval, "task_names", ())))
     strategy = build_strategy(config, loss=loss)
     with doing("reading the model"):
-        _materialize(strategy, found, config, data, group)
+        materialize(strategy, found, config, data.vocab_size, data.seq_len, group)
     _check_vocabulary(strategy, data, group)
     return {
         "step": None if found.reader is None else found.reader.step,
@@ -114,6 +108,19 @@ def evaluate_source(
         "data": data.description,
         **_measure(strategy, seen, config, data, group, loss),
     }
+
+
+def prepared(source: Path, config: Config, *, trust_config: bool) -> tuple[Config, Located, Any]:
+    """Collective. ``config`` as an evaluation takes it, what ``source`` stands for, and a CPU group of all ranks."""
+    config = with_local_model(config, weights=False)  # those of ``source`` count
+    config = replace(config, precision=without_auto(config.precision, config.device)[0])
+    config = replace(
+        config, adapter=NoAdapter(), trainable=None, gradient_checkpointing=False, torch_compile=False
+    )  # one pass is not worth compiling for
+    pick_device(config.device)  # before there are groups
+    group = cpu_group()
+    with doing("reading the checkpoint"):
+        return config, _located(source, group, trust_config=trust_config), group
 
 
 def _located(source: Path, group: Any, *, trust_config: bool) -> Located:
@@ -131,9 +138,11 @@ def _located(source: Path, group: Any, *, trust_config: bool) -> Located:
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
-def _materialize(strategy: Strategy, found: Located, config: Config, data: DataSplits, group: Any) -> None:
+def materialize(
+    strategy: Strategy, found: Located, config: Config, vocab_size: int | None, seq_len: int, group: Any
+) -> None:
     """Collective. Give the strategy the model: any kind on one device; of several ranks each reads what it holds."""
-    device, described = strategy.device, _described_by(found.directory)
+    device, described = strategy.device, described_by(found.directory)
     is_directory = (described / "config.json").is_file()
     if is_directory and config.trainer.is_one_process:
         dtype = parameter_dtype(config.precision) or torch.float32
@@ -158,14 +167,14 @@ def _materialize(strategy: Strategy, found: Located, config: Config, data: DataS
         settings = replace(adapter.settings, from_adapter=str(found.directory))
         config = replace(config, adapter=settings, trainable=adapter.trainable)
     init = None if isinstance(config.model, Target) else partial(fill, config, device, seed=0)
-    build = partial(construct, config, device, vocab_size=data.vocab_size, seq_len=data.seq_len)
+    build = partial(construct, config, device, vocab_size=vocab_size, seq_len=seq_len)
     strategy.materialize(model_spec(build, config, strategy, init=init))
     if not is_directory:
         assert found.reader is not None
         load_model(found.reader, named_tensors(strategy.parts), group)
 
 
-def _described_by(directory: Path) -> Path:
+def described_by(directory: Path) -> Path:
     """Where config.json lies: of an adapter with its base."""
     if not is_adapter_directory(directory):
         return directory

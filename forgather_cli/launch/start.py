@@ -360,13 +360,13 @@ def check_surroundings(config: Config) -> None:
 
 
 def check_best_metric(config: Config) -> None:
-    """Raise ConfigError for a ``metric_for_best_model`` that no evaluation has. What data with tasks and parts of the
-    user's add is known at the first one.
+    """Raise ConfigError for a ``metric_for_best_model`` that no evaluation has. What data with tasks, benchmarks and
+    parts of the user's add is known at the first one.
     """
-    metric, scheduler = config.metric_for_best_model, config.lr_scheduler
-    may_have_more = config.data.is_paired is not False or config.callbacks.custom or isinstance(scheduler, Target)
+    metric, scheduler, callbacks = config.metric_for_best_model, config.lr_scheduler, config.callbacks
+    has_more = callbacks.custom or getattr(callbacks, "tasks", None) or isinstance(scheduler, Target)
     known = (*EVALUATED, *getattr(config.loss, "metrics", ()))
-    if not may_have_more and metric.removeprefix("eval_") not in known:
+    if not has_more and config.data.is_paired is False and metric.removeprefix("eval_") not in known:
         names = ", ".join(f"eval_{name}" for name in known)
         near = did_you_mean(metric, known)
         raise ConfigError(

@@ -15,7 +15,7 @@ from forgather_cli.launch.exit_status import newest_step, read_exit_record
 from forgather_cli.launch.processes import is_running
 from forgather_cli.run_dir import RunDir, resume_command
 from forgather_cli.runs.find import differing, settings_of
-from forgather_cli.runs.records import Record, is_number, records_of, running_time
+from forgather_cli.runs.records import Record, is_number, read_records, records_of, running_time
 from forgather_cli.runs.slow import times_of
 
 _HOLDER = re.compile(r"pid (\d+) on (\S+)")  # as ``launch.run_lock`` writes it
@@ -50,6 +50,8 @@ class Summary:
     """Where the time went, by ``columns.TIMES`` in seconds: as told at the end, or as far as the records tell."""
     sources: dict[str, float] = field(default_factory=dict)
     """The newest ``epoch/NAME``, ``loss/NAME`` and ``eval_loss/NAME`` of each source of a mixture."""
+    tasks: dict[str, float] = field(default_factory=dict)
+    """The newest ``tasks/NAME/METRIC`` of each."""
     settings: dict[str, str] = field(default_factory=dict)
     """Those that differ among the runs looked at together."""
 
@@ -86,6 +88,7 @@ def summarize(run: RunDir) -> Summary:
     speeds = sorted(float(r["tok_per_sec"]) for r in records if is_number(r.get("tok_per_sec")))
     told = _last(records, "train_runtime")  # by the run itself, at its end
     state, reason = state_of(run)
+    reports = [r for r in read_records(run.tasks) if not r.get("abandoned")] if run.tasks.exists() else []
     return Summary(
         run=str(run.root),
         state=state,
@@ -105,6 +108,7 @@ def summarize(run: RunDir) -> Summary:
         tokens_per_second=speeds[len(speeds) // 2] if speeds else None,
         seconds=float(told) if told is not None else running_time(records),
         times=times_of(records),
+        tasks={k: v for r in reports for k, v in r.get("metrics", {}).items() if is_number(v)},
         sources={k: v for r in records for k, v in r.items() if k.startswith(("epoch/", "loss/", "eval_loss/"))},
     )
 
@@ -160,7 +164,7 @@ def ordered(summaries: Sequence[Summary], by: str) -> list[Summary]:
     Takes the names of Summary, of the metrics they come from (``eval_loss``), of columns, and of differing settings.
     """
     settings = {key for each in summaries for key in each.settings}
-    own = [each.name for each in fields(Summary) if each.name not in ("settings", "times", "sources", "reason")]
+    own = [it.name for it in fields(Summary) if it.name not in ("settings", "times", "sources", "tasks", "reason")]
     name = by.replace(" ", "_")
     name = by if by in settings else _SHORT.get(name, name)
     if name not in own and name not in settings:

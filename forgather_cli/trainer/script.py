@@ -209,6 +209,8 @@ class Trainer(Loop):
             predictions = Predictions.of(self.run.script, self.strategy, self.preprocess_logits_for_metrics)
         what = f"the evaluation at step {state.global_step}"
         _, metrics = self._evaluated(eval_dataset, metric_key_prefix, what, self.run.sync, predictions)
+        for callback in self.callbacks.by_name.values():
+            metrics |= getattr(callback, "measured_at_evaluation", lambda _: {})(self)
         metrics["epoch"] = state.epoch
         self.log(metrics)
         self.emit("on_evaluate", metrics=metrics)

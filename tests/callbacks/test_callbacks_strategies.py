@@ -6,11 +6,13 @@ import contextlib
 import functools
 import io
 import re
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import own_tasks
 import pytest
 import tiny
 import torch
@@ -92,6 +94,9 @@ def profiles(run: Run) -> set[str]:
     return {file.name for file in (run.path / "profile").glob("*.txt")}
 
 
+FOLDER = tempfile.TemporaryDirectory()
+"""Of tasks."""
+own_tasks.write_tasks(Path(FOLDER.name))
 ROWS = {
     "metrics": Row(lambda run: run.steps("tok_per_sec")[-1] == 12),
     "weight_norm": Row(lambda run: run.steps("weight_norm") == LOGGED),
@@ -111,6 +116,10 @@ ROWS = {
     "control": Row(lambda run: run.told[0]["jobs"] == {1}),
     "divergence": Row(lambda run: run.state("divergence")["seen"] == len(LOGGED)),
     "early_stopping": Row(lambda run: run.told[0]["events"][-1] == ("on_train_end", 12)),
+    "tasks": Row(
+        lambda run: run.steps("samples", "tasks.jsonl") == run.steps("tasks/mine_rolling/bits_per_byte") == EVALUATED,
+        (f"+callbacks.tasks={{tasks: [mine_rolling], tasks_dir: {FOLDER.name}, limit: 2}}",),
+    ),
     "profiler": Row(lambda run: {f"rank-{len(run.told) - 1}-steps-{n}.txt" for n in ("3-4", "11-12")} <= profiles(run)),
 }
 
@@ -168,7 +177,7 @@ def test_every_callback_leaves_on_every_layout_what_it_leaves_on_one_device(
     full: Callable[[str], Run], strategy: str
 ) -> None:
     run, single, ranks = full(strategy), full("single"), STRATEGIES[strategy][0]
-    assert sorted(run.records) == ["gradient_norms.jsonl", "metrics.jsonl", "parameter_norms.jsonl"]
+    assert sorted(run.records) == ["gradient_norms.jsonl", "metrics.jsonl", "parameter_norms.jsonl", "tasks.jsonl"]
     profiles = {f"rank-{rank}-steps-3-4.{end}" for rank in range(ranks) for end in ("trace.json", "txt")}
     assert profiles <= {file.name for file in (run.path / "profile").iterdir()}
     mine, theirs = ((each.path / "samples.txt").read_text() for each in (run, single))

@@ -26,7 +26,7 @@ from forgather_cli.errors import ConfigError
 _PATH = re.compile(r"(_dir|_file|files|\.path|tokenizer|dataset|chat_template|init_from|from_adapter|certificate"
                    r"|tls_key|prompts|loss\.reference|resume_from_checkpoint|accelerate_config"
                    r"|model\.config)$")  # fmt: skip
-_OTHER = {"model.replace_tokenizer", "overwrite_output_dir"}
+_OTHER = {"model.replace_tokenizer", "overwrite_output_dir", "callbacks.tasks.apply_chat_template"}
 
 
 @pytest.fixture(autouse=True)

@@ -202,12 +202,16 @@ def _once(name: str) -> OnlyIf:
     return OnlyIf(void)
 
 
-def _without_texts(config: Any, owner: CallbackSettings) -> Void | None:
-    """Texts come at evaluations, where they have no steps of their own."""
-    void = without_evaluation(config)
-    if void is None or config.callbacks.textgen.generation_steps is not None:
-        return None
-    return Void(void.because, f"{void.remedy}, set callbacks.textgen.generation_steps=100")
+def at_evaluations(part: str, steps: str) -> OnlyIf:
+    """For a callback that acts at evaluations, where its setting ``steps`` gives it no steps of its own."""
+
+    def void(config: Any, owner: CallbackSettings) -> Void | None:
+        found = without_evaluation(config)
+        if found is None or getattr(getattr(config.callbacks, part), steps) is not None:
+            return None
+        return Void(found.because, f"{found.remedy}, set callbacks.{part}.{steps}=100")
+
+    return OnlyIf(void)
 
 
 @settings
@@ -217,7 +221,7 @@ class TextgenSettings(CallbackPart):
     maker: ClassVar[str] = "forgather_cli.callbacks.textgen:TextgenCallback"
     type = "textgen"
     place: ClassVar[int] = SHOWS + 2
-    counts: ClassVar[OnlyIf | None] = OnlyIf(_without_texts)
+    counts: ClassVar[OnlyIf | None] = at_evaluations("textgen", "generation_steps")
 
     # texts, or a YAML file with a list of them; null: what two held-out samples begin with
     prompts: list[str] | FilePath | None = None

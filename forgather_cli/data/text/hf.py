@@ -50,7 +50,7 @@ def open_datasets(option: DatasetSettings, cache: Cache) -> tuple[Any, Any | Non
     named = [name for names in files.values() for name in names]
     # the library knows a local file by its modification time alone (datasets 5.2, data_files.py)
     stamp = digest([stamp_of(Path(name)) for name in named if os.path.isfile(name)])
-    library = _library()
+    library = datasets_library()
     if is_local:
         cache.use("datasets", stamp)
 
@@ -87,7 +87,7 @@ def open_datasets(option: DatasetSettings, cache: Cache) -> tuple[Any, Any | Non
         return splits[name]
 
     is_remote = not is_local or any("://" in name for name in named)
-    with _explained(option, library), _offline_if_unreachable(library) if is_remote else contextlib.nullcontext():
+    with _explained(option, library), offline_if_unreachable(library) if is_remote else contextlib.nullcontext():
         train = split("train_split", option.train_split)
         held_out = "eval" if option.eval_files else option.eval_split
         evaluation = None if held_out is None else split("eval_split", held_out)
@@ -100,7 +100,7 @@ def open_datasets(option: DatasetSettings, cache: Cache) -> tuple[Any, Any | Non
         return _text_alone(train, key), None if evaluation is None else _text_alone(evaluation, key)
 
 
-def _library() -> Any:
+def datasets_library() -> Any:
     """The library without its progress bars and log lines, which would stand among ours: what matters is in its
     exceptions."""
     try:
@@ -182,7 +182,7 @@ def _first_line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _offline_if_unreachable(library: Any) -> Iterator[None]:
+def offline_if_unreachable(library: Any, *, told: bool = True) -> Iterator[None]:
     """Where the hub cannot be reached, tell the library so: it then looks into its cache at once.
 
     By itself it tries six times (datasets 5.2, huggingface_hub 2.4: 25 s for a name that does not resolve).
@@ -191,7 +191,8 @@ def _offline_if_unreachable(library: Any) -> Iterator[None]:
     if constants.HF_HUB_OFFLINE or can_reach(constants.ENDPOINT):
         yield
         return
-    _log.warning("%s cannot be reached: reading from the cache of the datasets library", constants.ENDPOINT)
+    if told:
+        _log.warning("%s cannot be reached: reading from the cache of the datasets library", constants.ENDPOINT)
     before = library.config.HF_HUB_OFFLINE
     constants.HF_HUB_OFFLINE = library.config.HF_HUB_OFFLINE = True
     try:
