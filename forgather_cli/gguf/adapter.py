@@ -65,10 +65,6 @@ class AdapterArchitecture(Architecture):
 
     matrices: tuple[AdaptedMatrix, ...] = ()
 
-    @property
-    def vocab_size(self) -> int:
-        return 0  # the base has it
-
     def entries(self, names: Iterable[str]) -> Iterator[TensorEntry]:
         for matrix in self.matrices:
             yield from matrix.pair

@@ -97,7 +97,6 @@ def write_and_prove(
         compare_contents(file, proven, directory, contents, kind)
         if kind in MIXTURES:
             proof = prove_perplexity(file, contents, tokenizer, sequences, kind, in_f16, max_ratio)
-            proof["fallback_tensors"] = len(others)
         else:
             proof = prove(file, directory, tokenizer, sequences, kind, stop, max_ratio)
         proofs.append({**proof, "structure": structure})

@@ -285,7 +285,9 @@ def test_what_llama_cpp_does_not_have_is_named(case: str, capsys: pytest.Capture
     assert {path.name for path in Path().iterdir()} == {"base", "adapter"}
 
 
-def test_types_of_a_whole_model_are_refused(llama: Made) -> None:
+def test_what_is_for_a_whole_model_is_refused(llama: Made, capsys: pytest.CaptureFixture[str]) -> None:
     adapter = read_adapter(by_peft(llama, Path("adapter")))
+    said = refusal(capsys, "finalize", "adapter", "m", "--gguf", "q8_0", "--max-ratio", "1.01")
+    assert "--max-ratio: is for a whole model, got the adapter adapter; add --merge" in said
     with pytest.raises(ConfigError, match="--gguf: q4_0 is of a whole model; an adapter takes f32, f16, bf16, q8_0"):
         architecture_of_adapter(adapter, cast("tuple[GgufType, ...]", ("f16", "q4_0")))
