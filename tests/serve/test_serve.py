@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import socket
@@ -176,7 +177,9 @@ def test_a_file_and_a_directory_that_has_one_are_served_as_they_are(tmp_path: Pa
             assert not any("measuring" in line for line in process.lines)  # nothing is made
 
 
-def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = f32_file(tmp_path / "random", 128)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -198,3 +201,7 @@ def test_what_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str
         error = refusal(capsys, "serve", *words, "--port", "0")
         assert told in error
         assert len(error.strip().splitlines()) == 1
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "xllamacpp" else find(name))
+    error = refusal(capsys, "serve", str(file), "--port", "0")
+    assert "error: serve: needs xllamacpp, which is not installed; pip install 'forgather[gguf]'" in error
