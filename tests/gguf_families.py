@@ -10,7 +10,7 @@ from gguf_files import QWEN2, STOP, Made, byte_level
 
 from forgather_cli.checkpoint.tensors import write_model_directory
 from forgather_cli.data.text.tokenizer import load_tokenizer
-from forgather_cli.gguf.files import contents_of
+from forgather_cli.gguf.contents import contents_of
 
 _SHAPE: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from forgather_cli.checkpoint.tensors import Weights, write_model_directory
 from forgather_cli.data.text.tokenizer import load_tokenizer
 from forgather_cli.finalize.sample import BUILT_IN
-from forgather_cli.gguf.files import contents_of
+from forgather_cli.gguf.contents import contents_of
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.prove import prove, prove_structure
 from forgather_cli.gguf.write import Contents, write_gguf

@@ -7,7 +7,7 @@
     <cache_dir>/packings/<key>/           index tables of best_fit and pad
     <cache_dir>/datasets/                 what the datasets library makes of local files
     <cache_dir>/references/<key>/         what a model said of pairs before the first step (preference/reference.py)
-    <cache_dir>/gguf/<key>/               files that llama.cpp serves, made of models (serve/file.py)
+    <cache_dir>/gguf/<key>/               files that llama.cpp serves, made of models (serve/command.py)
     <cache_dir>/locks/<kind>-<key>.lock   held while that is built
     <cache_dir>/locks/<kind>-<key>.use    held, shared, by processes that use it; its time is that of the last use
 

@@ -152,9 +152,9 @@ def _of_adapter(chosen: Chosen, options: FinalizeOptions) -> Chosen:
 
     of_whole = {
         "--dtype": options.dtype, "--quantize": options.quantize, "--add-tokens": options.add_tokens,
-        "--chat-template": options.chat_template,
+        "--chat-template": options.chat_template, "--max-ratio": options.max_ratio,
     }  # fmt: skip
     given = next((name for name, value in of_whole.items() if value is not None), None)
     if given is not None and not options.merge:
-        raise ConfigError(f"{given}: changes a whole model, got the adapter {directory}; add --merge, or leave it out")
+        raise ConfigError(f"{given}: is for a whole model, got the adapter {directory}; add --merge, or leave it out")
     return replace(chosen, adapter=read_adapter(directory), is_merged=options.merge)

@@ -33,8 +33,8 @@ from forgather_cli.errors import ConfigError, ModelError
 from forgather_cli.finalize.sample import Sample
 from forgather_cli.gguf import prove
 from forgather_cli.gguf.architecture import architecture_of
+from forgather_cli.gguf.contents import contents_of, general
 from forgather_cli.gguf.families import turned
-from forgather_cli.gguf.files import contents_of, general
 from forgather_cli.gguf.layout import Architecture, Change, Metadata, TensorEntry
 from forgather_cli.gguf.options import GgufType
 from forgather_cli.gguf.write import Contents, write_gguf
@@ -65,17 +65,9 @@ class AdapterArchitecture(Architecture):
 
     matrices: tuple[AdaptedMatrix, ...] = ()
 
-    @property
-    def vocab_size(self) -> int:
-        return 0  # the base has it
-
     def entries(self, names: Iterable[str]) -> Iterator[TensorEntry]:
         for matrix in self.matrices:
             yield from matrix.pair
-
-    def of_first(self, count: int) -> AdapterArchitecture:
-        """That of so many layers."""
-        return replace(self, matrices=tuple(each for each in self.matrices if prove.is_in_first(each.name, count)))
 
     def least_layers(self) -> int:
         """In so many layers of the base each kind of matrix is adapted that is in any."""
@@ -164,7 +156,7 @@ def write_and_prove_adapter(
     sequences = prove.sequences_of(sample, base.architecture.context_length)
     count, file = prove.write_first_layers(adapter.base, base, tokenizer, folder, made.least_layers())
     contents = Contents(made, Weights(beside), {**general(name, lineage), "general.type": "adapter"})
-    first = made.of_first(count)
+    first = replace(made, matrices=tuple(each for each in made.matrices if prove.is_in_first(each.name, count)))
     write_gguf(lora, replace(contents, architecture=first), "f32")
     save_file({name: contents.weights[name] for each in first.entries(()) for name in each.sources}, beside / WEIGHTS)
     say("loading the first layers in fp32 and the adapter into llama.cpp and comparing")

@@ -7,10 +7,7 @@ Other threads run meanwhile.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from ctypes import CDLL, c_int, c_int64, c_size_t, c_void_p
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +19,9 @@ from forgather_cli.gguf.options import StoredType
 @functools.cache
 def _library() -> CDLL:
     """That it loads, ``check_installed`` has seen in a process of its own."""
-    spec = importlib.util.find_spec("xllamacpp")
-    assert spec is not None
-    assert spec.submodule_search_locations
-    folder = Path(spec.submodule_search_locations[0])
-    files = (folder / f"xllamacpp{suffix}" for suffix in EXTENSION_SUFFIXES)
-    library = CDLL(str(next(file for file in files if file.exists())))
+    import xllamacpp
+
+    library = CDLL(xllamacpp.xllamacpp.__file__)
     library.ggml_quantize_chunk.restype = c_size_t
     library.ggml_quantize_chunk.argtypes = [c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p]
     return library

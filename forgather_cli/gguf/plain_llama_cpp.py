@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 SURE = 1e9  # a bias that makes a token the only one
+ALIVE: list[Any] = []  # servers: one that ends may wait forever for its own threads (xllamacpp 2026.10)
 
 
 class LlamaCpp:
@@ -43,6 +44,7 @@ class LlamaCpp:
         if lora is not None:
             params.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(*lora)]
         self._server = xllamacpp.Server(params)
+        ALIVE.append(self._server)
 
     def ask(self, path: str, **request: Any) -> Any:
         """What the server answers; raises RuntimeError where it refuses."""
@@ -81,10 +83,10 @@ class LlamaCpp:
 def find(models: list[str], texts: list[str], wanted: list[list[int]]) -> dict[str, Any]:
     """The number of the first file that encodes the texts as wanted, None where none does; and how many texts are
     encoded so from the first on, at most."""
-    alive, most = [], 0  # a server that ends may wait forever (xllamacpp 2026.10)
+    most = 0
     for number, model in enumerate(models):
         with contextlib.suppress(RuntimeError, urllib.error.URLError):  # a name that this llama.cpp does not know
-            alive.append(reader := LlamaCpp(model, 64))
+            reader = LlamaCpp(model, 64)
             equal = (reader.encode(text) == ids for text, ids in zip(texts, wanted, strict=True))
             same = sum(1 for _ in itertools.takewhile(bool, equal))
             if same == len(texts):

@@ -43,7 +43,7 @@ def serve(
     no_key: Annotated[bool, typer.Option("--no-key", help="Answer whatever program of this machine asks.")] = False,
     name: Annotated[str, typer.Option(metavar="NAME", help="The model's name for clients; else SOURCE's.")] = "",
     gguf: Annotated[str | None, typer.Option(metavar="TYPE", help=f"{_TYPES}; else SOURCE's file, or q8_0.")] = None,
-    context: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens of a request; 0: as the model takes.")] = 0,
+    context: Annotated[int, typer.Option(metavar="N", min=0, help="Tokens kept of all requests; 0: by the model.")] = 0,
 ) -> None:
     """Serve a run, a checkpoint, a model directory or a GGUF file by OpenAI's API, with llama.cpp.
 
@@ -52,8 +52,6 @@ def serve(
     """
     if no_key and api_key is not None:
         raise ConfigError("--no-key: excludes --api-key and FORGATHER_API_KEY; leave one out")
-    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.split() == [api_key]):
-        raise ConfigError("--api-key: must be letters of ASCII without blanks between them; give another key")
     if gguf is not None and gguf not in GGUF_TYPES:
         raise ConfigError(f"--gguf: must be one of {_TYPES}, got {gguf!r}")
     check_installed("serve")
@@ -85,7 +83,8 @@ def _file(source: Path, kind: str | None) -> Path:
         return source.absolute()
     directory, say = local_source(source), console(stderr=True).print
     report = directory / "finalize_report.json"
-    for proof in read_json_object(report).get("gguf", []) if report.exists() else []:
+    given = report.exists() and not is_adapter_directory(directory)
+    for proof in read_json_object(report).get("gguf", []) if given else []:
         if kind in (None, proof["type"]) and (directory / proof["file"]).is_file():
             return directory.absolute() / str(proof["file"])
     kind = kind or "q8_0"

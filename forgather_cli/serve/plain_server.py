@@ -27,15 +27,14 @@ def start(model: str, host: str, port: int, key: str | None, name: str, context:
         head = file.read(1 << 26)  # keys with their values; gguf takes seconds to read a large vocabulary
     found = re.search(rb"\.context_length\x04\0\0\0(.{4})", head, re.DOTALL)
     most = int.from_bytes(found[1], "little") if found else 0  # without it the file does not load
-    length = min(most, context or most)
     params = xllamacpp.CommonParams()
     params.model.path, params.model_alias = model, {name}
     params.hostnames, params.port, params.api_keys = [host], port, [] if key is None else [key]
     params.verbosity = 1  # errors alone
     params.ui = params.endpoint_slots = False  # what others ask is nobody's business
-    # each request may take the whole length; what is kept for all at once is that long, or 32,768 tokens at most
-    params.n_parallel, params.kv_unified, params.kv_unified_per_slot = 4, True, length
-    params.n_ctx = max(length, min(length * 4, 32768))
+    # each request may take as much as the model; all at once four times that, if these are no more than 32,768 tokens
+    params.n_parallel, params.kv_unified = 4, True
+    params.n_ctx = context or max(most, min(most * 4, 32768))
     if b"general.file_type\x04\0\0\0\0\0\0\0" in head:  # ALL_F32
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED

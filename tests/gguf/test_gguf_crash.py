@@ -97,3 +97,21 @@ def test_a_llama_cpp_that_does_not_load(capsys: pytest.CaptureFixture[str], monk
     message = refused(capsys, "source", "new", "--gguf", "f32")
     assert "--gguf: xllamacpp, which is llama.cpp, cannot be loaded here (ImportError: libgomp.so.1: cannot" in message
     assert "comparing" not in message  # before any work
+
+
+OUTLIVES = """
+import os, urllib.request
+from forgather_cli.gguf import plain_llama_cpp
+
+assert plain_llama_cpp.context_length("file.gguf")["tokens"] > 0
+(server,) = plain_llama_cpp.ALIVE
+assert urllib.request.urlopen(f"{server.listening_address}/health").status == 200
+os._exit(0)
+"""
+
+
+def test_a_server_is_not_ended_before_the_process() -> None:
+    """One that joins its threads may wait for them forever (xllamacpp 2026.10)."""
+    write_gguf(Path("file.gguf"), made(byte_level(Path("model")), STOP).contents, "f32")
+    with Process(code=OUTLIVES) as job:
+        assert job.finish() == 0, job.output
