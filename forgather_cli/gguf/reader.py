@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from forgather_cli.errors import ConfigError, ModelError
-from forgather_cli.gguf import plain_llama_cpp
 from forgather_cli.launch.processes import temporary_folder
 
 INSTALL = "pip install 'forgather[gguf]'"
@@ -54,7 +53,8 @@ def llama_cpp(do: str, **request: Any) -> dict[str, Any]:
         asked, answer = folder / "asked.json", folder / "answer.json"
         asked.write_text(json.dumps({"do": do, **request}), encoding="utf-8")
         # -P: the folder of the script, which has modules of ours, is not searched
-        command = [sys.executable, "-P", plain_llama_cpp.__file__, str(asked), str(answer)]
+        script = Path(__file__).with_name("plain_llama_cpp.py")  # its imports are not ours
+        command = [sys.executable, "-P", str(script), str(asked), str(answer)]
         # waiting threads do not spin: where others want the cores too, it takes a hundred times as long;
         # and no debugger looks at a failed assertion, which takes seconds
         environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "GGML_NO_BACKTRACE": "1"}
