@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -35,12 +37,11 @@ def evaluate_source(
     strategy = build_strategy(config, loss=build_loss(config.loss, device=pick_device(config.device)))
     with doing("reading the model"):
         materialize(strategy, found, config, tokenizer.vocab_size, seq_len, group)
-    max_length, is_first = max_length_of(base, seq_len), world().rank == 0
-    with Bar("tasks", shown=is_first) as bar:
+    is_first = world().rank == 0
+    with Bar("tasks", shown=is_first) as bar, contextlib.redirect_stdout(io.StringIO()):  # lm-eval prints
         lm = StrategyLM(
-            strategy, tokenizer, files, max_length=max_length, group=group,
-            max_tokens=max(max_length, config.per_device_eval_batch_size * seq_len),
-            on_batch=lambda _, done, total: bar.update(done, total),
+            strategy, tokenizer, files, max_length=max_length_of(base, seq_len),
+            max_tokens=config.per_device_eval_batch_size * seq_len, group=group, on_batch=bar.update,
         )  # fmt: skip
         metrics, table = run_tasks(
             lm, built, limit=tasks["limit"], apply_chat_template=tasks["apply_chat_template"],

@@ -98,7 +98,10 @@ def test_a_model_directory_and_an_adapter(tasks: str, capsys: pytest.CaptureFixt
             ["--tasks", "mine_choice", "--tasks-dir", "mine", "--fewshot", "20"],
             "tasks mine_choice: cannot be run",
         ),
-        (["--tasks", "unsafe", "--tasks-dir", "mine"], "task unsafe: runs code that the model writes"),
+        (
+            ["--tasks", "unsafe", "--tasks-dir", "mine"],
+            "tasks unsafe: cannot be run (ValueError: Attempted to run task: unsafe",
+        ),
     ],
 )
 def test_refusals(words: list[str], message: str, tasks: str, capsys: pytest.CaptureFixture[str]) -> None:
