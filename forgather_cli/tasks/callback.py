@@ -115,18 +115,16 @@ class TasksCallback(BuiltIn[TasksSettings]):
         """Collective. The metrics, equal on all ranks; where tasks have failed how often they have."""
         lm, told = self._prepared(trainer), self.settings
         asked: dict[str, Any] = {"limit": told.limit, "apply_chat_template": told.apply_chat_template}
-        metrics: dict[str, float] = {}
+        results: dict[str, Any] = {"metrics": {}}
         failure = None
         try:
-            metrics, table = run_tasks(lm, self._tasks, **asked)
-            counts = {name: each["effective"] for name, each in table["n-samples"].items()}
-            asked |= {"fewshot": table["n-shot"], "samples": counts}
+            results, _ = run_tasks(lm, self._tasks, **asked)
         except Exception as error:  # of a task's own code, of lm-eval, of the device
             if isinstance(error, EvaluationStopped) or not (lm.holds_whole or isinstance(error, DataError)):
                 raise  # inside a model that ranks hold together the others wait for this one: as in an evaluation
             failure = str(error) if isinstance(error, ForgatherError) else f"{type(error).__name__}: {error}"
-        answers = gather((failure, metrics), lm.group)
-        metrics = answers[0][1]  # a task's own code may say another thing on each
+        answers = gather((failure, results["metrics"]), lm.group)
+        metrics: dict[str, float] = answers[0][1]  # a task's own code may say another thing on each
         if failed := joined([each for each, _ in answers]):
             if told.on_failure == "error":
                 raise CallbackError(self.name, "on_evaluate", failed)
@@ -137,5 +135,5 @@ class TasksCallback(BuiltIn[TasksSettings]):
             metrics = {best: math.nan} if best.startswith("tasks/") else {}  # which is never the best
             asked |= {"failure": failed}
         metrics |= {"tasks/failures": self._failures} if self._failures else {}
-        self._report = {**asked, "metrics": metrics}
+        self._report = {**asked, **results, "metrics": metrics}
         return metrics

@@ -72,15 +72,15 @@ def load_tasks(
 def run_tasks(
     lm: StrategyLM, tasks: dict[str, Any], *, limit: int | None = None, apply_chat_template: bool = False,
     bootstrap_iters: int = 0, with_samples: bool = False,
-) -> tuple[dict[str, float], dict[str, Any]]:  # fmt: skip
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Collective. Run what ``load_tasks`` has built, with the weights as they stand; as often as one likes.
 
     ``lm``: of a strategy whose model is materialized; each module is in eval mode meanwhile and in its own afterwards.
     ``limit``: examples of each task. ``bootstrap_iters``: resamples for the standard error of a metric that is no mean;
     0: no standard errors. Generators of the process (random, numpy, torch) are left as they were.
 
-    Returns numbers by ``tasks/NAME/METRIC``, and the document of lm-eval's ``evaluate``, with ``samples`` only if
-    asked for: on all ranks alike. Raises DataError where a task's own code fails.
+    Returns a report, whose metrics are numbers by ``tasks/NAME/METRIC``, and lm-eval's samples by task, if asked for: on
+    all ranks alike. Raises DataError where a task's own code fails.
     """
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(_SEED)
@@ -102,7 +102,8 @@ def run_tasks(
             metric, comma, kind = key.partition(",")  # acc,none or exact_match,strict-match
             if comma and isinstance(value, int | float):
                 metrics[f"tasks/{name}/{metric}" + (f"/{kind}" if kind != "none" else "")] = float(value)
-    return metrics, table
+    counts = {name: each["effective"] for name, each in table["n-samples"].items()}
+    return {"fewshot": table["n-shot"], "samples": counts, "metrics": metrics}, table.get("samples", {})
 
 
 @contextlib.contextmanager

@@ -19,8 +19,6 @@ from forgather_cli.tasks.lm import StrategyLM, max_length_of
 from forgather_cli.tasks.run import load_tasks, run_tasks
 from forgather_cli.terminal.bars import Bar, doing
 
-_RESAMPLES = 1000
-
 
 def evaluate_source(
     source: Path, config: Config, *, tasks: dict[str, Any], own_tokenizer: bool = True, trust_config: bool = False
@@ -43,9 +41,9 @@ def evaluate_source(
             strategy, tokenizer, files, max_length=max_length_of(base, seq_len),
             max_tokens=config.per_device_eval_batch_size * seq_len, group=group, on_batch=bar.update,
         )  # fmt: skip
-        metrics, table = run_tasks(
+        results, answers = run_tasks(
             lm, built, limit=tasks["limit"], apply_chat_template=tasks["apply_chat_template"],
-            bootstrap_iters=_RESAMPLES, with_samples=tasks["samples"] is not None,
+            bootstrap_iters=1000, with_samples=tasks["samples"] is not None,
         )  # fmt: skip
     report = {
         "step": None if found.reader is None else found.reader.step,
@@ -54,12 +52,10 @@ def evaluate_source(
         "ranks": world().size,
         "precision": config.precision.type,
         **{name: tasks[name] for name in ("limit", "apply_chat_template")},
-        "fewshot": table["n-shot"],
-        "samples": {name: counts["effective"] for name, counts in table["n-samples"].items()},
-        "metrics": metrics,
+        **results,
     }
     if is_first and tasks["samples"] is not None:
-        lines = ({"task": name, **sample} for name, each in table["samples"].items() for sample in each)
+        lines = ({"task": name, **sample} for name, each in answers.items() for sample in each)
         text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
         write_whole(Path(tasks["samples"]), text)
     if is_first and found.run is not None:

@@ -84,8 +84,8 @@ def test_a_model_directory_and_an_adapter(tasks: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--limit", "3"], "--limit: needs names of tasks"),
-        (["--tasks", ""], "--tasks: needs names of tasks"),
+        (["--limit", "3"], "--tasks: names no task"),
+        (["--tasks", ""], "--tasks: names no task"),
         (["--tasks", "a", "--tasks-dir", "nowhere"], "--tasks-dir: no such directory: nowhere"),
         (["--tasks", "a", "--samples", "no/folder"], "--samples: no/folder has no folder"),
         (["--tasks", "mine_chat", "--tasks-dir", "mine", "--apply-chat-template"], "base: has no chat template"),
