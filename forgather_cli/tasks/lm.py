@@ -50,7 +50,7 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
 
     eot_token_id: int | None = None
     prefix_token_id = 0
-    """What stands before a text that has no context."""
+    """What stands before a text that has no context, and fills rows up."""
     tokenizer_name = ""
 
     def __init__(
@@ -72,12 +72,9 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
         self._max_tokens, self._on_batch, self._directory = max(max_tokens, max_length), on_batch, directory
         self.eot_token_id = tokenizer.eos_token_id
         begin = self.eot_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        if begin is None:
-            raise DataError(f"{directory}: its tokenizer names no begin or end token, and tasks need one")
         self.prefix_token_id, self._begin = begin, tokenizer.decode([begin])
         self._alone = {"add_special_tokens": False} if accepts(tokenizer.encode, "add_special_tokens") else {}
         self._chat, self._ends = ChatTemplate.of(directory), stop_tokens(directory, tokenizer, None)
-        self._pad = self._ends[0] if self._ends else begin
         self.holds_whole = strategy.model_group is None
         ids, probe = torch.tensor([[begin]], device=strategy.device), KVCache()
         with evaluation_mode(strategy.parts):
@@ -143,12 +140,13 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
 
     def _scores(self, batch: list[Group]) -> dict[int, tuple[float, bool]]:
         rows, device = [row for _, rows in batch for row in rows], self.strategy.device
-        ids = pad_sequence([torch.tensor(row) for _, row, _ in rows], True, self._pad).to(device)
+        ids = pad_sequence([torch.tensor(row) for _, row, _ in rows], True, self.prefix_token_id).to(device)
         wanted = [torch.tensor([*[-1] * (len(row) - len(tokens)), *tokens]) for _, row, tokens in rows]
         targets = pad_sequence(wanted, True, -1).to(device)
         inputs, cache = {"input_ids": ids}, None
         if batch[0][0]:
-            begun, real = (each.to(device) for each in left_padded([list(each) for each, _ in batch], self._pad))
+            padded = left_padded([list(begun) for begun, _ in batch], self.prefix_token_id)
+            begun, real = (tensor.to(device) for tensor in padded)
             nth = torch.tensor([nth for nth, (_, rows) in enumerate(batch) for _ in rows], device=device)
             cache, mask = KVCache(), {} if bool(real.all()) else {"attention_mask": real}
             self.strategy.logits({"input_ids": begun, **mask}, last_only=True, cache=cache)
@@ -192,7 +190,7 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
         return [answers[number] for number in range(len(requests))]
 
     def _texts(self, stops: list[str], choices: dict[str, Any], batch: list[tuple[int, list[int]]]) -> dict[int, str]:
-        rows = left_padded([tokens for _, tokens in batch], self._pad)
+        rows = left_padded([tokens for _, tokens in batch], self.prefix_token_id)
         ids, real = (each.to(self.strategy.device) for each in rows)
         tail = max((len(stop.encode()) for stop in stops), default=0) + 1  # tokens that a stop may span
 
@@ -201,7 +199,7 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
             return torch.tensor([[any(stop in text for stop in stops) for text in each] for each in texts])
 
         made = generate(
-            self.strategy.logits, ids, real, **choices, eos_token_id=self._ends, pad_token_id=self._pad,
+            self.strategy.logits, ids, real, **choices, eos_token_id=self._ends, pad_token_id=self.prefix_token_id,
             agree=None if self.holds_whole else that_of_rank_0(self.group), is_over=is_over if stops else None,
         )  # fmt: skip
         texts = [self.tokenizer.decode(new, skip_special_tokens=True) for new in made[:, ids.shape[1] :].tolist()]

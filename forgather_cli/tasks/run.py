@@ -79,8 +79,8 @@ def run_tasks(
     ``limit``: examples of each task. ``bootstrap_iters``: resamples for the standard error of a metric that is no mean;
     0: no standard errors. Generators of the process (random, numpy, torch) are left as they were.
 
-    Returns a report, whose metrics are numbers by ``tasks/NAME/METRIC``, and lm-eval's samples by task, if asked for: on
-    all ranks alike. Raises DataError where a task's own code fails.
+    Returns a report, whose metrics are numbers by ``tasks/NAME/METRIC``, and lm-eval's samples by task, if asked for;
+    on all ranks alike. Raises DataError where a task's own code fails.
     """
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(_SEED)

@@ -23,6 +23,7 @@ from tokenizers import processors
 
 from forgather_cli.cli.evaluate import config_to_evaluate
 from forgather_cli.errors import DataError
+from forgather_cli.strategies.single import SingleDevice
 from forgather_cli.tasks import source as tasks_source
 from forgather_cli.tasks.lm import StrategyLM
 from forgather_cli.tasks.run import load_tasks
@@ -143,6 +144,21 @@ def test_a_continuation_that_is_shifted_by_one_token_has_other_numbers(
     found = ours(made.run, made.tasks, NAMES[:1])
     with pytest.raises(AssertionError):
         assert_same(found, theirs(hf, made.tasks, NAMES[:1], 0, False))
+
+
+def test_a_model_that_keeps_no_cache_has_the_same_numbers(
+    made: Made, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of the user's own: every row is computed whole."""
+    metrics, samples = ours(made.run, made.tasks, NAMES[:2])
+    asked = []
+    logits = SingleDevice.logits
+    monkeypatch.setattr(
+        SingleDevice, "logits",
+        lambda self, inputs, *, cache=None, **words: asked.append(cache) or logits(self, inputs, **words),
+    )  # fmt: skip
+    assert_same(ours(made.run, made.tasks, NAMES[:2]), (metrics, samples))
+    assert {*asked[1:]} == {None}  # after the first look
 
 
 def on_a_rank(made: Made, words: list[str], names: list[str]) -> dict[str, float]:
