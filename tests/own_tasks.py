@@ -1,4 +1,4 @@
-"""Four tasks of lm-evaluation-harness with files of their own, a fifth that draws, and text for a model to ask."""
+"""Tasks of lm-evaluation-harness with files of their own, and text for a model to ask."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ generation_kwargs: {{until: ["\\n\\n"], max_gen_toks: 9}}
 process_results: !function score.letters
 metric_list: [{{metric: letters, aggregation: mean, higher_is_better: true}}]
 """
+_BEGUN = _CHAT.replace("mine_chat", "mine_begun").replace("description", "gen_prefix: the small\ndescription")
 _DRAWN = _UNTIL.replace("mine_until", "mine_drawn").replace("do_sample: false", "do_sample: true, temperature: 2.0")
 _SCORE = """
 import random
@@ -122,6 +123,7 @@ def write_tasks(folder: Path, count: int = 12) -> Path:
     ]
     chats.write_lines(folder / "train.jsonl", [{"text": text} for text in [*texts, *turns]])
     (folder / "score.py").write_text(_SCORE)
-    for name, text in zip([*NAMES, "mine_drawn"], (_CHOICE, _ROLLING, _UNTIL, _CHAT, _DRAWN), strict=True):
+    names = [*NAMES, "mine_drawn", "mine_begun"]
+    for name, text in zip(names, (_CHOICE, _ROLLING, _UNTIL, _CHAT, _DRAWN, _BEGUN), strict=True):
         (folder / f"{name}.yaml").write_text(text.format(folder=json.dumps(str(folder))[1:-1]))
     return folder

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-import sys
 import time
 from functools import cached_property
 from pathlib import Path
@@ -14,24 +12,22 @@ from typing import Any
 
 from forgather_cli.callbacks.base import BuiltIn, TrainerControl, TrainerState
 from forgather_cli.callbacks.json_logger import RecordFile
-from forgather_cli.distributed import NoAnswerError, cpu_group, gather, joined
+from forgather_cli.distributed import gather, joined
 from forgather_cli.documents.fields import COUNT, check_fields
-from forgather_cli.errors import CallbackError, ConfigError, ForgatherError
+from forgather_cli.errors import CallbackError, ConfigError, DataError, ForgatherError
 from forgather_cli.tasks.lm import StrategyLM, max_length_of
 from forgather_cli.tasks.run import load_tasks, run_tasks
 from forgather_cli.tasks.settings import TasksSettings
 from forgather_cli.trainer.evaluate import EvaluationStopped
 
 logger = logging.getLogger(__name__)
-_PATIENCE = 60.0
-"""Seconds that a rank whose tasks have failed waits for the others."""
 
 
 class TasksCallback(BuiltIn[TasksSettings]):
     """Adds ``tasks/NAME/METRIC`` to each evaluation, or to the logs every N steps, and a line to tasks.jsonl.
 
-    Collective; generators and modes are as they were afterwards. All ranks agree on a failure. Where one has failed
-    while others wait for it inside the model, the run ends.
+    Collective; generators and modes are as they were afterwards. All ranks agree on a failure. One inside a
+    model that ranks hold together ends the run, as it does in an evaluation.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -94,50 +90,41 @@ class TasksCallback(BuiltIn[TasksSettings]):
         run, progress = trainer.run, trainer.callbacks.by_name.get("progress")
         show = getattr(progress, "show_bar", None) if run.world.rank == 0 else None
 
-        def on_batch(_: str, done: int, total: int) -> None:
+        def on_batch(done: int, total: int) -> None:
             if show is not None:
-                with contextlib.redirect_stdout(sys.__stdout__):  # ``run_tasks`` has taken it
-                    show("tasks", done, total)
+                show("tasks", done, total)
             if run.sync.poll():  # all ranks end it together; and it is progress, and no hang
                 raise EvaluationStopped
 
         if self._lm is None:
             if trainer.processing_class is None:
                 raise ConfigError("callbacks.tasks: there is no tokenizer, and tasks are texts; give the data one")
-            seq_len, self._group = getattr(run.config.data, "seq_len", 1024), cpu_group()
+            seq_len = getattr(run.config.data, "seq_len", 1024)
             with TemporaryDirectory() as folder:  # what a checkpoint has beside the weights
                 run.write_model_files(Path(folder))
                 length = gather(max_length_of(Path(folder), seq_len), run.cpu_group)[0]
-                most = max(length, run.config.per_device_eval_batch_size * seq_len)
                 self._lm = StrategyLM(
-                    trainer.strategy, trainer.processing_class, Path(folder), max_length=length, max_tokens=most,
-                    group=run.cpu_group, on_batch=on_batch,
+                    trainer.strategy, trainer.processing_class, Path(folder), max_length=length,
+                    max_tokens=run.config.per_device_eval_batch_size * seq_len, group=run.cpu_group, on_batch=on_batch,
                 )  # fmt: skip
             if self.settings.apply_chat_template and not self._lm.chat_template(True):
-                raise ConfigError(
-                    "callbacks.tasks.apply_chat_template: the tokenizer has no chat template; set data.chat_template"
-                )
+                raise ConfigError("callbacks.tasks.apply_chat_template: needs a template; set data.chat_template")
         return self._lm
 
     def _measure(self, trainer: Any) -> dict[str, float]:
         """Collective. The metrics, equal on all ranks; where tasks have failed how often they have."""
         lm, told = self._prepared(trainer), self.settings
         asked: dict[str, Any] = {"limit": told.limit, "apply_chat_template": told.apply_chat_template}
-        metrics: dict[str, float] = {}
+        results: dict[str, Any] = {"metrics": {}}
         failure = None
         try:
-            metrics, table = run_tasks(lm, self._tasks, **asked)
-            counts = {name: each["effective"] for name, each in table["n-samples"].items()}
-            asked |= {"fewshot": table["n-shot"], "samples": counts}
-        except EvaluationStopped:
-            raise
+            results, _ = run_tasks(lm, self._tasks, **asked)
         except Exception as error:  # of a task's own code, of lm-eval, of the device
+            if isinstance(error, EvaluationStopped) or not (lm.holds_whole or isinstance(error, DataError)):
+                raise  # inside a model that ranks hold together the others wait for this one: as in an evaluation
             failure = str(error) if isinstance(error, ForgatherError) else f"{type(error).__name__}: {error}"
-        try:
-            answers = gather((failure, metrics), self._group, time.monotonic() + _PATIENCE if failure else None)
-        except NoAnswerError as alone:  # the others stand where this rank does not come any more
-            raise CallbackError(self.name, "on_evaluate", f"this rank alone: {failure}") from alone
-        metrics = answers[0][1]  # a task's own code may say another thing on each
+        answers = gather((failure, results["metrics"]), lm.group)
+        metrics: dict[str, float] = answers[0][1]  # a task's own code may say another thing on each
         if failed := joined([each for each, _ in answers]):
             if told.on_failure == "error":
                 raise CallbackError(self.name, "on_evaluate", failed)
@@ -148,5 +135,5 @@ class TasksCallback(BuiltIn[TasksSettings]):
             metrics = {best: math.nan} if best.startswith("tasks/") else {}  # which is never the best
             asked |= {"failure": failed}
         metrics |= {"tasks/failures": self._failures} if self._failures else {}
-        self._report = {**asked, "metrics": metrics}
+        self._report = {**asked, **results, "metrics": metrics}
         return metrics

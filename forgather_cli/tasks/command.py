@@ -14,10 +14,8 @@ def request(
     source: Path, names: str | None, tasks_dir: Path | None, samples: Path | None, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """The ``tasks`` of ``source.evaluate_source``. Raises ConfigError and SetupError."""
-    given = {"tasks_dir": tasks_dir, "samples": samples, **settings}
     if not names:
-        alone = next((name for name, value in given.items() if value not in (None, False)), "tasks")
-        raise ConfigError(f"--{alone.replace('_', '-')}: needs names of tasks; give some, --tasks arc_easy")
+        raise ConfigError("--tasks: names no task, and options of tasks need some; give some, --tasks arc_easy")
     if find_spec("lm_eval") is None:
         raise SetupError("--tasks: needs the package lm_eval; pip install 'forgather[tasks]'")
     if source.suffix == ".gguf":
@@ -26,7 +24,7 @@ def request(
         raise ConfigError(f"--tasks-dir: no such directory: {tasks_dir}; give one with YAML files of tasks")
     if samples is not None:
         writable(samples, "--samples")
-    paths = {name: None if path is None else str(path.absolute()) for name, path in list(given.items())[:2]}
+    paths = {"tasks_dir": tasks_dir and str(tasks_dir.absolute()), "samples": samples and str(samples.absolute())}
     return {"names": [name.strip() for name in names.split(",") if name.strip()], **settings, **paths}
 
 
@@ -38,8 +36,7 @@ def show(report: dict[str, Any]) -> None:
         name, _, kind = metric.partition("/")
         if not name.endswith("_stderr"):
             error = report["metrics"].get(f"tasks/{task}/{name}_stderr" + (f"/{kind}" if kind else ""))
-            count = report["samples"].get(task)
-            shown = "" if error is None else f"± {error:.4f}"
-            rows.append([task, metric, f"{value:.4f}", shown, str(report["fewshot"].get(task, "")), f"{count or ''}"])
+            shown = [f"{value:.4f}", "" if error is None else f"± {error:.4f}"]
+            rows.append([task, metric, *shown, *(str(report[key].get(task, "")) for key in ("fewshot", "samples"))])
     right = [Col(title, right=True) for title in ("value", "stderr", "shots", "samples")]
     print_table([Col("task"), Col("metric"), *right], rows)

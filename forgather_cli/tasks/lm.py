@@ -19,6 +19,7 @@ from lm_eval.api.model import TemplateLM  # type: ignore[import-untyped]
 from lm_eval.models import utils as hf  # type: ignore[import-untyped]
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # type: ignore[import-untyped]
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from forgather_cli.data.chat.ends import stop_tokens
 from forgather_cli.data.chat.template import ChatTemplate
@@ -33,11 +34,8 @@ from forgather_cli.targets import accepts
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
-Group = tuple[Tokens, dict[Tokens, list[tuple[int, list[int]]]]]
-"""A beginning, and by what follows on it the requests, (number, continuation), whose continuations that predicts."""
-_SAMPLING = {
-    "top_k", "top_p", "min_p", "typical_p", "num_beams", "repetition_penalty", "no_repeat_ngram_size", "min_new_tokens",
-}  # fmt: skip
+Group = tuple[Tokens, list[tuple[int, Tokens, list[int]]]]
+"""A beginning, and the requests that go on from it: number, what follows on it, and the continuation it predicts."""
 _ON_CPU = 1024
 """Tokens of a batch whose logits are all looked at: more of them cost more each (``scripts/bench/tasks.py``)."""
 _HERE = "<|goes on here|> "
@@ -52,40 +50,36 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
 
     eot_token_id: int | None = None
     prefix_token_id = 0
-    """What stands before a text that has no context."""
+    """What stands before a text that has no context, and fills rows up."""
     tokenizer_name = ""
-    max_gen_toks = 256  # as hf's, where a task says nothing
 
     def __init__(
         self, strategy: Strategy, tokenizer: Any, directory: Path, *, max_length: int, max_tokens: int, group: Any,
-        on_batch: Callable[[str, int, int], None] = lambda what, done, total: None,
+        on_batch: Callable[[int, int], None],
     ) -> None:  # fmt: skip
         """Collective.
 
         ``tokenizer``: ours, or one of transformers. ``directory``: a model directory, of which the chat template and
         generation_config.json are read. ``max_length``: positions of the model (``max_length_of``); longer texts are
-        cut on the left. ``max_tokens``: of one batch, padding included. ``group``: a CPU group of all ranks.
-        ``on_batch(what, done, total)`` is called on all ranks after each round of batches, equally often: there they
+        cut on the left. ``max_tokens``: of one batch, padding included, or one text. ``group``: a CPU group of all
+        ranks. ``on_batch(done, total)`` is called on all ranks after each round of batches, equally often: there they
         may agree on a stop, by raising.
         """
         super().__init__()
         if getattr(strategy.parts[0], "is_encoder_decoder", False):
             raise ModelError(f"{directory}: is an encoder-decoder, and tasks are asked of decoders; give one")
         self.strategy, self.tokenizer, self.max_length, self.group = strategy, tokenizer, max_length, group
-        self._max_tokens, self._on_batch, self._directory = max_tokens, on_batch, directory
+        self._max_tokens, self._on_batch, self._directory = max(max_tokens, max_length), on_batch, directory
         self.eot_token_id = tokenizer.eos_token_id
         begin = self.eot_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-        if begin is None:
-            raise DataError(f"{directory}: its tokenizer names no begin or end token, and tasks need one")
         self.prefix_token_id, self._begin = begin, tokenizer.decode([begin])
         self._alone = {"add_special_tokens": False} if accepts(tokenizer.encode, "add_special_tokens") else {}
         self._chat, self._ends = ChatTemplate.of(directory), stop_tokens(directory, tokenizer, None)
-        self._pad = self._ends[0] if self._ends else begin
-        self._holds_whole = strategy.model_group is None
-        probe = KVCache()
+        self.holds_whole = strategy.model_group is None
+        ids, probe = torch.tensor([[begin]], device=strategy.device), KVCache()
         with evaluation_mode(strategy.parts):
-            self._logits({"input_ids": torch.tensor([[begin]])}, last_only=True, cache=probe)
-        self._keeps_cache = probe.length > 0
+            strategy.logits({"input_ids": ids}, last_only=True, cache=probe)
+        self._keeps_cache = probe.length > 0  # a model of the user's may not
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """With the tokens that the tokenizer puts before a text, unless it begins with one by itself."""
@@ -134,44 +128,40 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
             if not 0 < (count := len(continuation)) <= self.max_length:
                 raise DataError(f"--tasks: a continuation has {count} tokens, the model takes 1 to {self.max_length}")
             tokens = (*context, *continuation)[-(self.max_length + 1) : -1]
-            cut = len(tokens) - count if self._keeps_cache else 0
-            begun, row = tokens[:cut], tokens[cut:]
-            _, rows = groups.setdefault(begun or (None, row), (begun, {}))
-            rows.setdefault(row, []).append((number, continuation))
-        sized = [((len(begun), len(rows), max(map(len, rows))), (begun, rows)) for begun, rows in groups.values()]
+            begun = tokens[: len(tokens) - count if self._keeps_cache else 0]
+            groups.setdefault(begun or number, (begun, []))[1].append((number, tokens[len(begun) :], continuation))
+        sized = [
+            ((len(begun), len(rows), max(len(row) for _, row, _ in rows)), (begun, rows))
+            for begun, rows in groups.values()
+        ]
         most = min(self._max_tokens, _ON_CPU) if self.strategy.device.type == "cpu" else self._max_tokens
-        answers = self._answers("log-likelihoods", self._batches(sized, most), self._scores, shared=self._holds_whole)
+        answers = self._answers(self._batches(sized, most), self._scores, shared=self.holds_whole)
         return [answers[number] for number in range(len(requests))]
 
     def _scores(self, batch: list[Group]) -> dict[int, tuple[float, bool]]:
-        rows = [(nth, row, wanted) for nth, (_, follow) in enumerate(batch) for row, wanted in follow.items()]
-        longest = max(len(row) for _, row, _ in rows)
-        ids = torch.tensor([[*row, *[self._pad] * (longest - len(row))] for _, row, _ in rows])
+        rows, device = [row for _, rows in batch for row in rows], self.strategy.device
+        ids = pad_sequence([torch.tensor(row) for _, row, _ in rows], True, self.prefix_token_id).to(device)
+        wanted = [torch.tensor([*[-1] * (len(row) - len(tokens)), *tokens]) for _, row, tokens in rows]
+        targets = pad_sequence(wanted, True, -1).to(device)
         inputs, cache = {"input_ids": ids}, None
         if batch[0][0]:
-            begun, real = left_padded([list(each) for each, _ in batch], self._pad)
-            nth, cache = torch.tensor([nth for nth, _, _ in rows]), KVCache()
-            mask = {} if bool(real.all()) else {"attention_mask": real}
-            self._logits({"input_ids": begun, **mask}, last_only=True, cache=cache)
-            if len(rows) > len(batch):
-                cache.select(nth.to(self.strategy.device))
+            padded = left_padded([list(begun) for begun, _ in batch], self.prefix_token_id)
+            begun, real = (tensor.to(device) for tensor in padded)
+            nth = torch.tensor([nth for nth, (_, rows) in enumerate(batch) for _ in rows], device=device)
+            cache, mask = KVCache(), {} if bool(real.all()) else {"attention_mask": real}
+            self.strategy.logits({"input_ids": begun, **mask}, last_only=True, cache=cache)
+            if len(nth) > len(batch):
+                cache.select(nth)
             if mask:
                 inputs["attention_mask"] = torch.cat((real[nth], torch.ones_like(ids)), 1)
-        logits = self._logits(inputs, cache=cache)
+        logits = self.strategy.logits(inputs, cache=cache)
         if logits is None:  # the last layer lives elsewhere
             return {}
-        places, numbers = list[tuple[int, int, int, int]](), list[int]()
-        for n, (_, row, wanted) in enumerate(rows):
-            for number, tokens in wanted:
-                places += [(n, at, token, len(numbers)) for at, token in enumerate(tokens, len(row) - len(tokens))]
-                numbers.append(number)
-        r, t, token, which = torch.tensor(places, device=logits.device).T
-        logits = logits.float()
-        scores = logits[r, t, token] - logits.logsumexp(-1)[r, t]
-        wrong = logits.argmax(-1)[r, t] != token
-        sums = torch.zeros((2, len(numbers)), dtype=torch.float64, device=logits.device)
-        totals, misses = sums.index_add_(1, which, torch.stack((scores.double(), wrong.double()))).tolist()
-        return {n: (total, not missed) for n, total, missed in zip(numbers, totals, misses, strict=True)}
+        logits, counts = logits.float(), targets >= 0
+        scores = logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0] - logits.logsumexp(-1)
+        totals = scores.double().where(counts, 0.0).sum(1).tolist()
+        is_greedy = (~counts | (logits.argmax(-1) == targets)).all(1).tolist()
+        return {number: (total, flag) for (number, *_), total, flag in zip(rows, totals, is_greedy, strict=True)}
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         kinds: dict[str, list[int]] = {}
@@ -181,27 +171,27 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
         end = None if self.eot_token_id is None else self.tokenizer.decode([self.eot_token_id])
         for numbers in kinds.values():
             first = requests[numbers[0]]
-            settings, what = hf.normalize_gen_kwargs(first.args[1], self.max_gen_toks), f"task {first.task_name}"
+            settings, what = hf.normalize_gen_kwargs(first.args[1]), f"task {first.task_name}"
             stops = list(filter(None, hf.handle_stop_sequences(settings.pop("until"), end)))
             most, temperature = settings.pop("max_gen_toks"), settings.pop("temperature", 0.0)
             draws = bool(settings.pop("do_sample")) and temperature > 0
             if (room := self.max_length - most) <= 0:
                 raise DataError(f"{what}: max_gen_toks={most} leaves no room in {self.max_length} tokens; lower it")
-            if unknown := sorted(set(settings) - _SAMPLING):
+            if unknown := [name for name in settings if not accepts(generate, name)]:
                 raise DataError(f"{what}: generation_kwargs has {unknown[0]}, which is not known; take it out")
             drawn = {"temperature": temperature, "top_k": 50} if draws else {}  # 50: transformers' default (5.24)
-            choices = {"max_new_tokens": most, "do_sample": draws, **drawn, **settings}
-            write = partial(self._texts, stops, choices, torch.Generator(self.strategy.device).manual_seed(1234))
+            generator = torch.Generator(self.strategy.device).manual_seed(1234)
+            choices = {"max_new_tokens": most, "do_sample": draws, "generator": generator, **drawn, **settings}
             prompts = [(n, self.tok_encode(requests[n].args[0])[-room:] or [self.prefix_token_id]) for n in numbers]
             batches = self._batches([((len(each[1]), 1, most), each) for each in prompts], self._max_tokens)
             # ranks that drew for batches of their own would write other texts than one device
-            answers |= self._answers("texts", batches, write, shared=self._holds_whole and not draws)
+            shared = self.holds_whole and not draws
+            answers |= self._answers(batches, partial(self._texts, stops, choices), shared=shared)
         return [answers[number] for number in range(len(requests))]
 
-    def _texts(
-        self, stops: list[str], choices: dict[str, Any], generator: Any, batch: list[tuple[int, list[int]]]
-    ) -> dict[int, str]:
-        ids, real = left_padded([tokens for _, tokens in batch], self._pad)
+    def _texts(self, stops: list[str], choices: dict[str, Any], batch: list[tuple[int, list[int]]]) -> dict[int, str]:
+        rows = left_padded([tokens for _, tokens in batch], self.prefix_token_id)
+        ids, real = (each.to(self.strategy.device) for each in rows)
         tail = max((len(stop.encode()) for stop in stops), default=0) + 1  # tokens that a stop may span
 
         def is_over(new: Tensor) -> Tensor:  # (R, candidates, T)
@@ -209,19 +199,11 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
             return torch.tensor([[any(stop in text for stop in stops) for text in each] for each in texts])
 
         made = generate(
-            self.strategy.logits, ids.to(self.strategy.device), real.to(self.strategy.device), **choices,
-            eos_token_id=self._ends, pad_token_id=self._pad, generator=generator,
-            agree=None if self._holds_whole else that_of_rank_0(self.group), is_over=is_over if stops else None,
+            self.strategy.logits, ids, real, **choices, eos_token_id=self._ends, pad_token_id=self.prefix_token_id,
+            agree=None if self.holds_whole else that_of_rank_0(self.group), is_over=is_over if stops else None,
         )  # fmt: skip
-        answers: dict[int, str] = {}
-        for (number, _), tokens in zip(batch, made[:, ids.shape[1] :].tolist(), strict=True):
-            text = self.tokenizer.decode(tokens, skip_special_tokens=True)
-            answers[number] = text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
-        return answers
-
-    def _logits(self, inputs: dict[str, Tensor], **kwargs: Any) -> Tensor | None:
-        inputs = {name: tensor.to(self.strategy.device) for name, tensor in inputs.items()}
-        return self.strategy.logits(inputs, **kwargs)
+        texts = [self.tokenizer.decode(new, skip_special_tokens=True) for new in made[:, ids.shape[1] :].tolist()]
+        return {n: hf.postprocess_generated_text(text, stops, None) for (n, _), text in zip(batch, texts, strict=True)}
 
     def _batches(self, sized: list[tuple[tuple[int, int, int], T]], most: int) -> list[list[T]]:
         """Items, the longest first, in batches of at most ``most`` tokens, padding included; each comes with the tokens
@@ -239,32 +221,26 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
             rows, longest = rows + more, high
         return batches
 
-    def _answers(
-        self, what: str, batches: list[list[T]], answer: Callable[[list[T]], dict[int, Any]], *, shared: bool
-    ) -> dict[int, Any]:
+    def _answers(self, batches: list[list[T]], answer: Callable[[list[T]], dict[int, Any]], *, shared: bool) -> Any:
         """Collective. The answers to all batches, by the requests' numbers; ``shared``: each rank has its part."""
         rank, size = (rank_in(self.group), world().size) if shared else (0, 1)
-        found: dict[int, Any] = {}
-        failed: str | None = None
+        found, failed = dict[int, Any](), ""
         for first in range(0, len(batches), size):
             try:
                 found |= answer(batches[first + rank]) if first + rank < len(batches) and not failed else {}
             except Exception as error:
-                if size == 1:
+                if self.group is None or not self.holds_whole:
                     raise
                 failed = f"{type(error).__name__}: {error}"  # the others may have none, and wait where all meet
-            self._on_batch(what, min(first + size, len(batches)), len(batches))
+            self._on_batch(min(first + size, len(batches)), len(batches))
         parts = gather((failed, found), self.group)
-        if failure := joined([each for each, _ in parts]):
+        if failure := joined([each or None for each, _ in parts]):
             raise ModelError(failure)
         return {number: value for _, part in parts for number, value in part.items()}
 
 
 def max_length_of(directory: Path, otherwise: int) -> int:
-    """Positions that a model directory's files give it, where hf looks, else its 2048; ``otherwise`` where there is no
-    config.json."""
-    files = [directory / name for name in ("config.json", "tokenizer_config.json")]
-    config, tokenizer = (read_json_object(each, ModelError) if each.is_file() else {} for each in files)
-    if text := config.get("text_config"):
-        config = text
-    return hf.resolve_max_length(SimpleNamespace(**config), SimpleNamespace(**tokenizer)) if config else otherwise
+    """Positions that a model directory's config.json gives it, where hf looks; ``otherwise`` where it gives none."""
+    file = directory / "config.json"
+    config = read_json_object(file, ModelError) if file.is_file() else {}
+    return int(hf.resolve_max_length(SimpleNamespace(**(config.get("text_config") or config)), default=otherwise))

@@ -6,7 +6,6 @@ is not 0 (lm_eval 0.4.13, ``evaluator.py``).
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import random
@@ -22,7 +21,6 @@ from lm_eval.evaluator import evaluate  # type: ignore[import-untyped]
 from lm_eval.tasks import TaskManager  # type: ignore[import-untyped]
 
 from forgather_cli.data.text.hf import datasets_library, offline_if_unreachable
-from forgather_cli.distributed import rank_in
 from forgather_cli.documents.regular_files import FORMATS
 from forgather_cli.errors import DataError, did_you_mean
 from forgather_cli.models.parts import evaluation_mode
@@ -44,28 +42,28 @@ def load_tasks(
     cannot be had.
     """
     library, folders = datasets_library(), [tasks_dir] if tasks_dir else []
+    # a YAML that lm-eval cannot read is loaded by its path, which is how it says why
+    unread = {path.stem: [str(path)] for folder in folders for path in Path(folder).rglob("*.yaml")}
     with _aside():
-        index = TaskManager(include_path=folders, include_defaults=False)
-        wanted = _wanted(index, names, folders)
-        if not all(wanted.values()) or any(isinstance(_config(index, name).get("task"), list) for name in names):
-            index = TaskManager(include_path=folders)  # of a group, or of lm-eval: 14 000 tasks, 15 s
-            wanted = _wanted(index, names, folders)
+        for with_theirs in (False, True):  # of lm-eval, where a name or a group asks for them: 14 000, 15 s
+            index = TaskManager(include_path=folders, include_defaults=with_theirs)
+            wanted = {name: index.match_tasks([name]) or unread.get(name, []) for name in names}
+            if all(found and not {*found} & {*index.all_groups} for found in wanted.values()):
+                break
         if missing := next((name for name, found in wanted.items() if not found), None):
             nor = f", and none in the YAML files of {tasks_dir}" if tasks_dir else ""
             near = did_you_mean(missing, index.all_tasks)
             raise DataError(f"{setting}: lm-eval has no task {missing!r}{nor};{near} lm-eval ls tasks lists them")
         specs = list(dict.fromkeys(spec for found in wanted.values() for spec in found))
-        paths = [str(_config(index, spec).get("dataset_path", spec)) for spec in specs]
+        configs = [(spec, getattr(index.task_index.get(spec), "cfg", None) or {}) for spec in specs]
+        paths = [str(config.get("dataset_path", spec)) for spec, config in configs]
         is_local = all(path in FORMATS.values() or Path(path).exists() for path in paths)
         try:
             with contextlib.nullcontext() if is_local else offline_if_unreachable(library, told=False):
                 loaded: dict[str, Any] = index.load(specs)
         except Exception as error:  # of datasets, of lm-eval, or of a function that a task names
             raise DataError(_why(error, library, specs)) from error
-    for name, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-            why = "runs code that the model writes" if getattr(task, "UNSAFE_CODE", False) else "is not of text alone"
-            raise DataError(f"task {name}: {why}, which is not done here; leave it out")
+    for task in loaded["tasks"].values():
         given = task.get_config("num_fewshot")
         task.set_config(key="num_fewshot", value=(given if num_fewshot is None or given == 0 else num_fewshot) or 0)
     return loaded
@@ -74,23 +72,22 @@ def load_tasks(
 def run_tasks(
     lm: StrategyLM, tasks: dict[str, Any], *, limit: int | None = None, apply_chat_template: bool = False,
     bootstrap_iters: int = 0, with_samples: bool = False,
-) -> tuple[dict[str, float], dict[str, Any]]:  # fmt: skip
+) -> tuple[dict[str, Any], dict[str, Any]]:  # fmt: skip
     """Collective. Run what ``load_tasks`` has built, with the weights as they stand; as often as one likes.
 
     ``lm``: of a strategy whose model is materialized; each module is in eval mode meanwhile and in its own afterwards.
     ``limit``: examples of each task. ``bootstrap_iters``: resamples for the standard error of a metric that is no mean;
     0: no standard errors. Generators of the process (random, numpy, torch) are left as they were.
 
-    Returns numbers by ``tasks/NAME/METRIC``, and the document of lm-eval's ``evaluate``, with ``samples`` only if
-    asked for: on all ranks alike, but for standard errors. Raises DataError where a task's own code fails.
+    Returns a report, whose metrics are numbers by ``tasks/NAME/METRIC``, and lm-eval's samples by task, if asked for;
+    on all ranks alike. Raises DataError where a task's own code fails.
     """
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(_SEED)
     try:
         with _aside(), evaluation_mode(lm.strategy.parts):
             table: dict[str, Any] = evaluate(
-                lm, tasks, limit=limit, log_samples=with_samples,
-                bootstrap_iters=0 if rank_in(lm.group) else bootstrap_iters,
+                lm, tasks, limit=limit, log_samples=with_samples, bootstrap_iters=bootstrap_iters,
                 apply_chat_template=apply_chat_template, fewshot_as_multiturn=apply_chat_template,
             )  # fmt: skip
     except Exception as error:
@@ -105,12 +102,13 @@ def run_tasks(
             metric, comma, kind = key.partition(",")  # acc,none or exact_match,strict-match
             if comma and isinstance(value, int | float):
                 metrics[f"tasks/{name}/{metric}" + (f"/{kind}" if kind != "none" else "")] = float(value)
-    return metrics, table
+    counts = {name: each["effective"] for name, each in table["n-samples"].items()}
+    return {"fewshot": table["n-shot"], "samples": counts, "metrics": metrics}, table.get("samples", {})
 
 
 @contextlib.contextmanager
 def _aside() -> Iterator[None]:
-    """Generators seeded as lm-eval seeds them, and as they were afterwards; its prints and bars are not shown."""
+    """Generators seeded as lm-eval seeds them, and as they were afterwards; its bars are not shown."""
     generators, init = RandomState(), tqdm.tqdm.__init__
     before = generators.state_dict()
     random.seed(0)
@@ -118,21 +116,10 @@ def _aside() -> Iterator[None]:
     torch.manual_seed(_SEED)
     tqdm.tqdm.__init__ = lambda bar, *args, **kwargs: init(bar, *args, **{**kwargs, "disable": True})
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
+        yield
     finally:
         tqdm.tqdm.__init__ = init
         generators.load_state_dict(before)
-
-
-def _config(index: Any, name: str) -> dict[str, Any]:
-    return getattr(index.task_index.get(name), "cfg", None) or {}
-
-
-def _wanted(index: Any, names: Sequence[str], folders: Sequence[str]) -> dict[str, list[str]]:
-    """By name what lm-eval loads: names, or the path of a YAML that it cannot read, which is how it says why."""
-    files = {path.stem: [str(path)] for folder in folders for path in Path(folder).rglob("*.yaml")}
-    return {name: index.match_tasks([name]) or files.get(name, []) for name in names}
 
 
 def _why(error: Exception, library: Any, specs: list[str]) -> str:

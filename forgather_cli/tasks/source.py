@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,6 @@ from forgather_cli.strategies.build import build_strategy
 from forgather_cli.tasks.lm import StrategyLM, max_length_of
 from forgather_cli.tasks.run import load_tasks, run_tasks
 from forgather_cli.terminal.bars import Bar, doing
-
-_RESAMPLES = 1000
 
 
 def evaluate_source(
@@ -35,16 +35,15 @@ def evaluate_source(
     strategy = build_strategy(config, loss=build_loss(config.loss, device=pick_device(config.device)))
     with doing("reading the model"):
         materialize(strategy, found, config, tokenizer.vocab_size, seq_len, group)
-    max_length, is_first = max_length_of(base, seq_len), world().rank == 0
-    with Bar("tasks", shown=is_first) as bar:
+    is_first = world().rank == 0
+    with Bar("tasks", shown=is_first) as bar, contextlib.redirect_stdout(io.StringIO()):  # lm-eval prints
         lm = StrategyLM(
-            strategy, tokenizer, files, max_length=max_length, group=group,
-            max_tokens=max(max_length, config.per_device_eval_batch_size * seq_len),
-            on_batch=lambda _, done, total: bar.update(done, total),
+            strategy, tokenizer, files, max_length=max_length_of(base, seq_len),
+            max_tokens=config.per_device_eval_batch_size * seq_len, group=group, on_batch=bar.update,
         )  # fmt: skip
-        metrics, table = run_tasks(
+        results, answers = run_tasks(
             lm, built, limit=tasks["limit"], apply_chat_template=tasks["apply_chat_template"],
-            bootstrap_iters=_RESAMPLES, with_samples=tasks["samples"] is not None,
+            bootstrap_iters=1000, with_samples=tasks["samples"] is not None,
         )  # fmt: skip
     report = {
         "step": None if found.reader is None else found.reader.step,
@@ -53,12 +52,10 @@ def evaluate_source(
         "ranks": world().size,
         "precision": config.precision.type,
         **{name: tasks[name] for name in ("limit", "apply_chat_template")},
-        "fewshot": table["n-shot"],
-        "samples": {name: counts["effective"] for name, counts in table["n-samples"].items()},
-        "metrics": metrics,
+        **results,
     }
     if is_first and tasks["samples"] is not None:
-        lines = ({"task": name, **sample} for name, each in table["samples"].items() for sample in each)
+        lines = ({"task": name, **sample} for name, each in answers.items() for sample in each)
         text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
         write_whole(Path(tasks["samples"]), text)
     if is_first and found.run is not None:

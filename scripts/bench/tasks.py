@@ -116,7 +116,9 @@ def lm_of(directory: Path) -> StrategyLM:
     strategy = build_strategy(config, loss=build_loss(config.loss, device=torch.device("cpu")))
     materialize(strategy, found, config, tokenizer.vocab_size, 1024, group)
     strategy.parts[0].eval()
-    return StrategyLM(strategy, tokenizer, directory, max_length=1024, max_tokens=8192, group=group)
+    return StrategyLM(
+        strategy, tokenizer, directory, max_length=1024, max_tokens=8192, group=group, on_batch=lambda done, total: None
+    )
 
 
 def hf_of(directory: Path, batch_size: int) -> Any:

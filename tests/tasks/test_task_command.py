@@ -84,8 +84,8 @@ def test_a_model_directory_and_an_adapter(tasks: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--limit", "3"], "--limit: needs names of tasks"),
-        (["--tasks", ""], "--tasks: needs names of tasks"),
+        (["--limit", "3"], "--tasks: names no task"),
+        (["--tasks", ""], "--tasks: names no task"),
         (["--tasks", "a", "--tasks-dir", "nowhere"], "--tasks-dir: no such directory: nowhere"),
         (["--tasks", "a", "--samples", "no/folder"], "--samples: no/folder has no folder"),
         (["--tasks", "mine_chat", "--tasks-dir", "mine", "--apply-chat-template"], "base: has no chat template"),
@@ -98,7 +98,10 @@ def test_a_model_directory_and_an_adapter(tasks: str, capsys: pytest.CaptureFixt
             ["--tasks", "mine_choice", "--tasks-dir", "mine", "--fewshot", "20"],
             "tasks mine_choice: cannot be run",
         ),
-        (["--tasks", "unsafe", "--tasks-dir", "mine"], "task unsafe: runs code that the model writes"),
+        (
+            ["--tasks", "unsafe", "--tasks-dir", "mine"],
+            "tasks unsafe: cannot be run (ValueError: Attempted to run task: unsafe",
+        ),
     ],
 )
 def test_refusals(words: list[str], message: str, tasks: str, capsys: pytest.CaptureFixture[str]) -> None:

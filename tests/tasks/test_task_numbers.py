@@ -23,6 +23,7 @@ from tokenizers import processors
 
 from forgather_cli.cli.evaluate import config_to_evaluate
 from forgather_cli.errors import DataError
+from forgather_cli.strategies.single import SingleDevice
 from forgather_cli.tasks import source as tasks_source
 from forgather_cli.tasks.lm import StrategyLM
 from forgather_cli.tasks.run import load_tasks
@@ -120,7 +121,7 @@ def test_a_run_has_the_numbers_of_hf_on_what_finalize_made_of_it(
     made: Made, shots: int, one_thread: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     hf = HFLM(str(made.final), device="cpu", batch_size=1, dtype="float32")
-    for names, chat in ((NAMES[:3], False), (NAMES[3:], True)):
+    for names, chat in ((NAMES[:3], False), (["mine_chat", "mine_begun"], True)):
         capfd.readouterr()
         found = ours(made.run, made.tasks, names, shots=shots, chat=chat)
         assert capfd.readouterr() == ("", "")  # of lm-eval's lines and bars nothing
@@ -143,6 +144,21 @@ def test_a_continuation_that_is_shifted_by_one_token_has_other_numbers(
     found = ours(made.run, made.tasks, NAMES[:1])
     with pytest.raises(AssertionError):
         assert_same(found, theirs(hf, made.tasks, NAMES[:1], 0, False))
+
+
+def test_a_model_that_keeps_no_cache_has_the_same_numbers(
+    made: Made, one_thread: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of the user's own: every row is computed whole."""
+    metrics, samples = ours(made.run, made.tasks, NAMES[:2])
+    asked = []
+    logits = SingleDevice.logits
+    monkeypatch.setattr(
+        SingleDevice, "logits",
+        lambda self, inputs, *, cache=None, **words: asked.append(cache) or logits(self, inputs, **words),
+    )  # fmt: skip
+    assert_same(ours(made.run, made.tasks, NAMES[:2]), (metrics, samples))
+    assert {*asked[1:]} == {None}  # after the first look
 
 
 def on_a_rank(made: Made, words: list[str], names: list[str]) -> dict[str, float]:

@@ -310,7 +310,7 @@ def test_a_stop_is_heard_in_the_middle_and_the_report_discarded(folder: Path, tm
         (
             NAMES,
             ["callbacks.tasks.apply_chat_template=true"],
-            "apply_chat_template: the tokenizer has no chat template",
+            "apply_chat_template: needs a template; set data.chat_template",
         ),
     ],
 )  # fmt: skip
