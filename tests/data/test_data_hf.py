@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import pytest
 from chats import conversation, write_chats, write_lines, write_tokenizer
 from hf_models import train
 from parity import LAYOUTS
-from program import Process
 from ranks import run_ranks
 from streams import all_rows, assert_goes_on_from_anywhere, in_order, rows_of, steps_of, write_dataset
 
@@ -143,9 +144,9 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
     """At once, and says how to point at local files."""
     proxies = {key: "" for key in os.environ if key.lower().endswith("_proxy")}
     nobody_listens = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", **proxies}
-    with Process(code=_OFFLINE, env=nobody_listens) as process:
-        assert process.finish() == 0
-    message, seconds = process.lines[-2:]
+    fresh = [sys.executable, "-c", _OFFLINE]  # no fork: the libraries read the environment when they are imported
+    done = subprocess.run(fresh, env={**os.environ, **nobody_listens}, capture_output=True, text=True, check=True)
+    message, seconds = done.stdout.splitlines()[-2:]
     assert "data.dataset: 'someone/something' (no directory here) is not in the cache" in message
     assert f"({tmp_path}/datasets), and the hub" in message
     assert "data.dataset=json data.data_files=[...], or a directory written by save_to_disk" in message
