@@ -189,7 +189,9 @@ class Watch:
 
     def events(self, seconds: float) -> Iterator[str]:
         """What has happened by now, waiting so long for the first: the names of ``Instant.event``."""
-        if not select.select([self._fd], [], [], max(0.0, seconds))[0]:
+        poll = select.poll()  # ``select`` takes no descriptor above 1023, which a long test session may have
+        poll.register(self._fd, select.POLLIN)
+        if not poll.poll(max(0.0, seconds) * 1000):
             return
         data = os.read(self._fd, 65536)
         while data:
