@@ -165,5 +165,7 @@ if __name__ == "__main__":
         Path(sys.argv[2]).write_text(json.dumps(made), encoding="utf-8")
     except Exception as error:  # whatever llama.cpp raises, it does not read the file
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        if not ALIVE:  # nothing was loaded: a usual end waits for the thread that writes llama.cpp's log, the reason
+            sys.exit(1)
         os._exit(1)
     os._exit(0)  # the server's threads may wait for each other at the end (xllamacpp 2026.10)
