@@ -89,6 +89,14 @@ def test_a_template_that_took_too_long_is_not_tried_again(monkeypatch: pytest.Mo
             template.render(TALK)
 
 
+def test_a_process_that_is_stopped_while_it_renders_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
+    monkeypatch.setattr("time.monotonic", itertools.count(0.0, 100.0).__next__)
+    text = template.render(TALK)
+    monkeypatch.undo()
+    assert text == "".join(turn["content"] for turn in TALK)
+
+
 BIG = "'x'*9999999"
 
 
