@@ -6,10 +6,10 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import shutil
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from forgather_cli.errors import CheckpointError, DivergenceError
 from forgather_cli.launch.exit_status import read_exit_record
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.summary import summarize
+from forgather_cli.trainer import recovery
 
 RUN = RunDir(Path("run"))
 
@@ -261,21 +262,24 @@ def in_order(start: int, stop: int) -> list[list[int]]:
     return [data[number]["input_ids"].tolist() for number in numbers[start:stop]]
 
 
-def recorded() -> bool:
-    """The record is there, not only the file it will stand in."""
-    return RUN.rollbacks.exists() and RUN.rollbacks.read_bytes().endswith(b"\n")
+class Dies(TrainerCallback):
+    """Its process is killed as soon as a rollback is recorded."""
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def dies(run: RunDir, rollback: Rollback) -> None:
+            append_rollback(run, rollback)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        recovery.append_rollback = dies
 
 
 @pytest.mark.usefixtures("own_directory")
 def test_a_kill_right_after_the_rollback_repeats_neither_it_nor_the_skipped_samples() -> None:
-    with Process("train", *WORDS, *detector(), *SPIKE, *add("notes", "diverging.Notes")) as job:
-        until = time.monotonic() + 120
-        while not recorded() and job.process.poll() is None and time.monotonic() < until:
-            time.sleep(0.0005)
-        job.process.kill()
+    more = [*add("notes", "diverging.Notes"), *add("dies", "test_divergence.Dies")]
+    with Process("train", *WORDS, *detector(), *SPIKE, *more) as job:
         assert job.finish() == -signal.SIGKILL, job.output
     before = noted()
-    assert forgather("resume", "run") == 0
+    assert forgather("resume", "run", "~callbacks.dies") == 0
     [record] = read_rollbacks(RUN)
     assert (record.from_step, record.to_step, record.num_skipped_samples) == (12, 8, 16)
     assert record.data == [{"epoch": 0, "sample": 48}]
