@@ -229,25 +229,30 @@ def test_processes_write_what_one_writes(tmp_path: Path, bpe: str) -> None:
             assert results[0][f"{split}.bin"] == b"".join(each.to_bytes(2, "little") for each in ids), (name, split)
 
 
-def build(connection: Connection, path: Path, cache: Path, processes: int, second_is_stopped: bool = False) -> None:
+def build(connection: Connection, path: Path, cache: Path, processes: int, one_is_stopped: bool = False) -> None:
     """In a process: tokenize a corpus piece by piece, each when told so."""
-    commit, start, started = tokenizing.TokenFiles.commit, encode._start, []
+    commit, start = tokenizing.TokenFiles.commit, encode._start
 
     def told(self: Any, made: Any) -> None:
         commit(self, made)
         connection.send(f"piece {self.journal.done}")
         connection.recv()
 
-    def second_stopped() -> Any:  # before it is asked for anything: the pieces that it is given are never done
+    def one_stopped() -> Any:  # the one that is asked for the second piece, which is never done
         worker, process = start()
-        started.append(process)
-        if len(started) == 2:
-            process.send_signal(signal.SIGSTOP)
+        send = worker.send
+
+        def asked(what: Any) -> None:
+            if what == 1:
+                process.send_signal(signal.SIGSTOP)
+            send(what)
+
+        worker.send = asked  # type: ignore[method-assign]
         return worker, process
 
     reading.PIECE, tokenizing.TokenFiles.commit = PIECE, told  # type: ignore[method-assign]
-    if second_is_stopped:
-        encode._start = second_stopped
+    if one_is_stopped:
+        encode._start = one_stopped
     try:
         load_data(option(cache, path, tokenize_processes=processes), seed=0)
         connection.send("built")
