@@ -130,13 +130,13 @@ import time
 from forgather_cli.config.schema import HfSettings
 from forgather_cli.data.build import load_data
 from forgather_cli.errors import DataError
-import datasets
-begin = time.monotonic()
+slept = []
+time.sleep = slept.append
 try:
     load_data(HfSettings(dataset="someone/something"), seed=0)
 except DataError as error:
     print(error)
-    print(time.monotonic() - begin)
+    print(slept)
 """
 
 
@@ -146,11 +146,11 @@ def test_a_hub_name_without_network(tmp_path: Path) -> None:
     nobody_listens = {"HF_HOME": str(tmp_path), "HF_ENDPOINT": "http://127.0.0.1:9", **proxies}
     fresh = [sys.executable, "-c", _OFFLINE]  # no fork: the libraries read the environment when they are imported
     done = subprocess.run(fresh, env={**os.environ, **nobody_listens}, capture_output=True, text=True, check=True)
-    message, seconds = done.stdout.splitlines()[-2:]
+    message, slept = done.stdout.splitlines()[-2:]
     assert "data.dataset: 'someone/something' (no directory here) is not in the cache" in message
     assert f"({tmp_path}/datasets), and the hub" in message
     assert "data.dataset=json data.data_files=[...], or a directory written by save_to_disk" in message
-    assert float(seconds) < 5
+    assert slept == "[]", "by itself the library tries six times, with pauses"
 
 
 @pytest.mark.parametrize("packing", ["concat", "pad", "best_fit"])
