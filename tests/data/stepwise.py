@@ -38,5 +38,5 @@ class Stepwise:
     def ends(self) -> str:
         """The last that it tells."""
         told = self.hears_all()
-        self.process.join(60)
+        self.process.join(120)
         return told[-1] if told else ""

@@ -197,6 +197,7 @@ def build_once(connection: Connection, cache: Path, name: str, rank: int | None)
 
     os.environ.pop("LOCAL_RANK", None)
     os.environ |= {} if rank is None else {"LOCAL_RANK": str(rank)}
+    cache_module._PATIENCE = 600.0  # as long as this machine takes to get to the first rank
     connection.recv()
     connection.send(Cache(cache).build_once("kind", "key", write)[1]["by"])
 

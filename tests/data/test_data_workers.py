@@ -55,7 +55,7 @@ def test_room_for_batches_is_looked_at_before_the_first_step(size: str) -> None:
     rows = ["data=synthetic", "seq_len=256", "num_samples=512", "global_batch_size=32"]
     with Process(size, *TRAIN, *rows, "per_device_train_batch_size=32", code=_IN_A_SMALL_ROOM) as process:
         assert process.finish() == 2, process.output
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 300
     assert "Traceback" not in process.output
     (told,) = (line for line in process.lines if line.startswith("error: "))
     assert told.startswith("error: dataloader_num_workers: ")
@@ -96,7 +96,7 @@ def test_a_worker_that_is_killed_ends_the_run_at_once_and_what_a_dataset_raises_
     assert ("dataloader_num_workers: a worker has ended" in process.output) is (how == "killed")
     if how == "killed":
         assert code in (1, 2), process.output
-        assert time.monotonic() - begun < 60
+        assert time.monotonic() - begun < 300  # and not after hang_timeout
         assert "Traceback" not in process.output
 
 
@@ -119,25 +119,29 @@ def test_none_outlives_its_training(persistent: bool, fails: bool, tmp_path: Pat
     assert not {*active_children()} - {*before}
 
 
-def test_a_connection_that_a_killed_worker_has_broken_is_its_end() -> None:
+def test_a_connection_that_a_killed_worker_has_broken_is_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("forgather_cli.data.loaders.workers._SIGCHLD", 90.0)
+
     def ends(signum: int, frame: Any) -> None:
         raise DataError("a worker has ended")
 
-    def broken(said: str) -> Any:
+    def broken(said: str, *timers: threading.Timer) -> Any:
         yield from ()
+        for timer in timers:
+            timer.start()
         raise ConnectionResetError(said)
 
+    killed = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGCHLD))
     before = signal.signal(signal.SIGCHLD, ends)
     try:
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGCHLD)).start()
         with pytest.raises(DataError, match="a worker has ended"):
-            next(_received(broken("reset by peer"), None, None))
+            next(_received(broken("reset by peer", killed), None, None))
     finally:
         signal.signal(signal.SIGCHLD, before)
     begun = time.monotonic()
     with pytest.raises(ConnectionResetError):  # a dataset's own, as torch raises it
         next(_received(broken("Caught ConnectionResetError in DataLoader worker process 0."), None, None))
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 60
 
 
 class KillsWorkers(TrainerCallback):
@@ -174,7 +178,7 @@ def _pass_to_nobody(folder: Path) -> None:
 def test_a_worker_does_not_say_that_nobody_takes_its_tensors(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     worker = get_context("fork").Process(target=_pass_to_nobody, args=(tmp_path,))
     worker.start()
-    worker.join(60)
+    worker.join(120)
     told = capfd.readouterr().err
     assert worker.exitcode == 0, told
     assert "resource_sharer" not in told
