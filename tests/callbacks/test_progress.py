@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import notebook
 import pytest
@@ -31,18 +31,21 @@ TRAINER = SimpleNamespace(info=lambda: INFO)
 def fake_run(
     callbacks: list[Any], num_steps: int = 40, rank_zero: bool = True, pause: float = 0.0, **extra: float
 ) -> None:
-    """A log every 10 steps, an evaluation and a checkpoint at the middle."""
+    """A log every 10 steps, an evaluation and a checkpoint at the middle. A step takes ``pause`` seconds by the clock
+    that callbacks look at, on any machine."""
+    clock = 1000.0
     state = TrainerState(max_steps=num_steps, is_world_process_zero=rank_zero)
     kwargs: dict[str, Any] = {"trainer": TRAINER, "model": "Decoder()", "eval_dataloader": range(4)}
 
     def emit(event: str, **more: Any) -> None:
         for callback in callbacks:
-            getattr(callback, event)(None, state, TrainerControl(), **kwargs, **more)
+            with mock.patch("time.perf_counter", return_value=clock):
+                getattr(callback, event)(None, state, TrainerControl(), **kwargs, **more)
 
     emit("on_train_begin")
     for step in range(1, num_steps + 1):
         state.global_step, state.epoch = step, 2 * step / num_steps
-        time.sleep(pause)
+        clock += pause
         emit("on_step_end")
         if step % 10 == 0:
             speed = {"tok_per_sec": 123456.7, "step_time": 0.0213, "peak_mem_allocated": 1.34e9, "total_tokens": step}
@@ -58,7 +61,7 @@ def fake_run(
 
 
 def on_terminal(width: int, code: str) -> str:
-    path = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
+    path = f"import sys, time; sys.path.insert(0, {str(Path(__file__).parent)!r})"
     terminal = Terminal(code=f"{path}\nfrom test_progress import *\n{code}", width=width)
     assert terminal.finish() == 0, terminal.output
     return terminal.output
