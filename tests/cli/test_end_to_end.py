@@ -18,7 +18,7 @@ from selection import some
 from terminal import Terminal
 from tiny import metrics as records
 from tiny import training_curve as curve
-from two_ranks import ended, train_in_pool
+from two_ranks import ended, hold, train_in_pool
 
 from forgather_cli.config import options
 from forgather_cli.config.schema import OptimizerSettings, SchedulerSettings
@@ -68,7 +68,7 @@ def reference(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     reference: Path, corpus: list[str], tmp_path: Path, signum: signal.Signals
 ) -> None:
-    with Process("train", *LONG, *corpus, "output_dir=run", cwd=tmp_path) as job:
+    with Process("train", *LONG, *corpus, *hold("on_step_end", 4), "output_dir=run", cwd=tmp_path) as job:
         job.read_until("step 3/")
         job.process.send_signal(signum)
         assert job.finish() == 75, job.output
@@ -83,7 +83,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
 
 
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(reference: Path, corpus: list[str], tmp_path: Path) -> None:
-    with Process("train", *LONG, *corpus, "output_dir=run", cwd=tmp_path) as job:
+    with Process("train", *LONG, *corpus, *hold("on_save", 50), "output_dir=run", cwd=tmp_path) as job:
         job.read_until("checkpoint saved")
         job.process.kill()
         assert job.finish() == -signal.SIGKILL
@@ -97,7 +97,7 @@ def evaluations(run: Path) -> list[tuple[int, float]]:
 
 
 def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path) -> None:
-    words = [word for word in LONG if not word.startswith("save_steps")]
+    words = [*(word for word in LONG if not word.startswith("save_steps")), *hold("on_step_end", 4)]
     with Process("train", *words, *corpus, "save_strategy=no", "output_dir=run", cwd=tmp_path) as job:
         job.read_until("step 3/")
         Path("run/checkpoints").write_text("in the way")
