@@ -39,8 +39,8 @@ _CONTEXT.set_forkserver_preload(["plain", "warm"])
 
 FREEZE_COUNT = gc.get_freeze_count
 _ONE_READS = threading.Lock()
-"""Of the threads that ask for a process's exit code, as each start does for all processes: multiprocessing reads it from
-a pipe, and a second that reads there finds it closed and takes 255 for the code."""
+"""Of the threads that ask for a process's exit code, as each start does for all processes: multiprocessing reads it
+from a pipe, and a second that reads there finds it closed and takes 255 for the code."""
 
 
 def serve_workers() -> None:
