@@ -8,12 +8,11 @@ import os
 import re
 import shlex
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from program import Process, forgather, printed, shown
+from program import Process, forgather, printed, shown, until
 from selection import some
 from terminal import Terminal
 from tiny import metrics as records
@@ -161,9 +160,9 @@ def test_on_a_terminal_everything_is_aligned_and_control_c_leaves_it_clean(corpu
 
 def test_a_second_control_c_ends_at_once(corpus: list[str]) -> None:
     slow = ["per_device_train_batch_size=64", "global_batch_size=64", "model=tiny", "hidden_size=256", "seq_len=512"]
-    job = Terminal("train", *TINY, *corpus, *slow, "max_steps=1000", "output_dir=run")
+    job = Terminal("train", *TINY, *corpus, *slow, *hold("on_step_begin", 0), "max_steps=1000", "output_dir=run")
     job.read_until(r"train .*/1000")
-    time.sleep(0.2)
+    until(Path("run/held-0").exists)  # before a step begins one signal is enough
     job.press(b"\x03")
     job.read_until("a second signal ends at once")
     job.press(b"\x03")
