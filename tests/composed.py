@@ -10,6 +10,7 @@ import copy
 import hashlib
 import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class _Composed(dict[str, Any]):
         file = self._file(key)
         if not file.exists():
             with contextlib.suppress(OSError):  # a test lets disks be full
-                unfinished = file.with_suffix(f".{os.getpid()}")
+                unfinished = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
                 unfinished.write_bytes(pickled)
                 unfinished.rename(file)
 

@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     collect_less()
     bars.SILENCE = 3600.0  # what a busy machine makes slow prints nothing that a test does not expect
+    bars.Bar.__init__.__kwdefaults__["after"] = 3600.0
     # a shell's background job ignores SIGINT, and so would every process that a test starts and interrupts
     signal.signal(signal.SIGINT, signal.default_int_handler)
     home = tempfile.mkdtemp(prefix="forgather-tests-")

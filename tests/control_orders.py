@@ -31,7 +31,7 @@ class Tokenizer:
         return getattr(self._real, name)
 
     def save(self, directory: Path) -> None:
-        self.may_go_on.wait(30)
+        self.may_go_on.wait(120)
         if self.is_broken:
             self.is_broken = False
             raise OSError(5, "the disk is gone")

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 from forks import Program
+from two_ranks import free_port
 
 from forgather_cli.run_dir import RunDir
 
@@ -32,11 +33,9 @@ SMALL = {
 }  # fmt: skip
 """Settings that ``forgather train`` gets where a page does not give them."""
 
-with socket.create_server(("127.0.0.1", 0)) as _free:
-    PORT = _free.getsockname()[1]
+PORT = free_port()
 """Of a DiLoCo server, in the place of 8512."""
-with socket.create_server(("127.0.0.1", 0)) as _free:
-    SERVE_PORT = _free.getsockname()[1]
+SERVE_PORT = free_port()
 """Of ``forgather serve``, in the place of 8080."""
 
 _COMMAND = """#!{python} -IS
@@ -95,7 +94,7 @@ class Shell:
         with tempfile.TemporaryFile("w+", encoding="utf-8") as output:  # no pipe: what runs in the background holds it
             done = subprocess.run(
                 ["bash", "-e", "-o", "pipefail", "-c", script], cwd=self.directory, env=self._environment,
-                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, timeout=300, check=False,
+                stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, timeout=900, check=False,
             )  # fmt: skip
             output.seek(0)
             return done.returncode, output.read()
@@ -124,12 +123,12 @@ class Shell:
                     self._trainings.append(program)
             for line in program.stdout:
                 client.sendall(line.encode())
-            client.sendall(b"\0%d" % program.wait(60))
+            client.sendall(b"\0%d" % program.wait(300))
 
     def _wait_for_jobs(self) -> None:
         """Until each job in the background takes commands: a user would type more slowly."""
         jobs = self.directory / ".config" / "forgather" / "jobs"
-        deadline = time.monotonic() + 200
+        deadline = time.monotonic() + 600
         while len(self._trainings) < self._expected or (
             sum(each.poll() is None for each in self._trainings) > len([*jobs.glob("*/endpoint.json")])
         ):

@@ -1,4 +1,5 @@
-"""A callback that makes one rank fail at one place of a run: ``+callbacks.fault._target_=faults.Fault``.
+"""A callback that makes one rank fail at one place of a run: ``+callbacks.fault._target_=faults.Fault``; and one that
+waits to be stopped.
 
 ``faults`` are words ``MOMENT-ACT``, one for each start of the ranks. MOMENT is setup, step, forward (of the model),
 data (a wait for it), evaluation, generation or save; ACT raise, kill, exit, sleep, oom, stop (SIGTERM to itself) or
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from users_callbacks import EveryEvent
 
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.launch import signals
@@ -91,13 +93,33 @@ class Fault(TrainerCallback):
         os.kill(os.getpid(), signal.SIGKILL)
 
     def _stop(self) -> None:
-        """Goes on once the signal is noticed, in a thread of its own: steps of a tiny model are faster."""
         os.kill(os.getpid(), signal.SIGTERM)
-        while all(thread.name != "forgather-grace" for thread in threading.enumerate()):
-            time.sleep(0.005)
+        until_a_stop_is_noticed()
 
     def _exit(self) -> None:
         sys.exit(0)
 
     def _sleep(self) -> None:
         time.sleep(600)
+
+
+class Hold(EveryEvent):
+    """Stands still in one event, once that step is reached, until the run is killed or told to stop, by who could else
+    come too late: steps of a tiny model take milliseconds. Once in a run directory for each step.
+    """
+
+    def __init__(self, event: str, step: int) -> None:
+        self._event, self._step = event, step
+
+    def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        if event == self._event and state.global_step >= self._step:
+            mark = kwargs["trainer"].run_dir.root / f"held-{self._step}"
+            if not mark.exists():
+                mark.touch()
+                until_a_stop_is_noticed()
+
+
+def until_a_stop_is_noticed() -> None:
+    """In a thread of its own: steps of a tiny model are faster."""
+    while all(thread.name != "forgather-grace" for thread in threading.enumerate()):
+        time.sleep(0.005)

@@ -19,11 +19,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import forkserver
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -37,6 +38,9 @@ _CONTEXT.set_forkserver_preload(["plain", "warm"])
 
 
 FREEZE_COUNT = gc.get_freeze_count
+_ONE_READS = threading.Lock()
+"""Of the threads that ask for a process's exit code, as each start does for all processes: multiprocessing reads it
+from a pipe, and a second that reads there finds it closed and takes 255 for the code."""
 
 
 def serve_workers() -> None:
@@ -68,7 +72,7 @@ def fork(function: Callable[..., Any], *args: Any, daemon: bool = True) -> Any:
 
     ``daemon``: it ends with this process, and cannot start processes by multiprocessing.
     """
-    with pytest.MonkeyPatch.context() as patch:
+    with _ONE_READS, pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         process = _CONTEXT.Process(target=_call, args=(dict(os.environ), function, *args), daemon=daemon)
         process.start()
@@ -101,13 +105,14 @@ class Program:
         atexit.register(self.kill)  # else multiprocessing waits for one that a failed test has left
 
     def poll(self) -> int | None:
-        code: int | None = self._process.exitcode
+        with _ONE_READS:
+            code: int | None = self._process.exitcode
         if code is not None:
             atexit.unregister(self.kill)  # which keeps this, with its pipes, as long as pytest runs
         return code
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
+        wait([self._process.sentinel], timeout)
         if (code := self.poll()) is None:
             raise subprocess.TimeoutExpired("forgather", timeout or 0)
         return code
@@ -272,18 +277,26 @@ def _serve(requests: Connection, launcher: int) -> NoReturn:
         while True:
             command, environment, outputs = requests.recv()
             if (between := os.fork()) == 0:
+                between = os.getpid()
                 if os.fork() == 0:
-                    _rank(requests, launcher, command, environment, outputs)
+                    _rank(requests, (between, launcher), command, environment, outputs)
                 os._exit(0)
             os.waitpid(between, 0)
     os._exit(0)
 
 
 def _rank(
-    requests: Connection, launcher: int, command: tuple[str, ...], environment: dict[str, str], outputs: dict[int, str]
+    requests: Connection,
+    parents: tuple[int, int],
+    command: tuple[str, ...],
+    environment: dict[str, str],
+    outputs: dict[int, str],
 ) -> NoReturn:
-    while os.getppid() != launcher:
+    """``parents``: the process that forks it and goes, then the launcher."""
+    while (parent := os.getppid()) == parents[0]:
         time.sleep(0.001)
+    if parent != parents[1]:  # the launcher was killed meanwhile; who reads its output waits for the end of this one
+        os._exit(1)
     for number, path in outputs.items():
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
     os.setsid()

@@ -82,12 +82,12 @@ def write(path: Path | str, text: str) -> Path:
 def modules_after(code: str, *words: str, cwd: Path | None = None) -> set[str]:
     """What a new interpreter has imported once it has run ``code`` with ``words`` as its arguments."""
     command = [sys.executable, "-c", f"{code}\nimport sys\nprint(*sys.modules)", *words]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
 
 
-def nobody_runs(pids: Collection[int], seconds: float = 20.0) -> bool:
+def nobody_runs(pids: Collection[int], seconds: float = 120.0) -> bool:
     """True once none of these processes runs."""
     until = time.monotonic() + seconds
     while any(map(is_running, pids)) and time.monotonic() < until:
@@ -149,7 +149,7 @@ class Process:
         """Read to the end; returns the exit code."""
         self.lines += self.process.stdout.read().splitlines()
         self.process.stdout.close()
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=120)
 
     @property
     def output(self) -> str:

@@ -35,7 +35,7 @@ from forks import fork
 
 from forgather_cli.errors import ForgatherError
 
-_SETTLE = 2.0  # seconds that the other ranks get to fail too, once one has
+_SETTLE = 8.0  # seconds that the other ranks get to fail too, once one has
 _THREADS = 40
 """Of a rank, above which the ranks are made anew: threads of gloo groups stay where something still holds a group, as
 DTensor's caches do. Each wakes up a hundred times a second (gloo's tcp loop, torch 2.13), 0.2 % of a core; a new rank

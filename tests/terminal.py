@@ -67,7 +67,7 @@ class Terminal:
     def close(self) -> int:
         """Close the terminal, as a lost connection does; returns the exit code."""
         os.close(self.master)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=120)
 
     def press(self, keys: bytes) -> None:
         os.write(self.master, keys)

@@ -38,7 +38,7 @@ def copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the tree with the page's options, whose YAML the script has written."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     for part in ("forgather_cli", "conf", "recipes", "scripts", "docs", "tests"):
-        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("golden"))
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("golden", "*.pyc.*"))
     for name, text in BLOCKS:
         file = tmp_path / name
         file.parent.mkdir(exist_ok=True)
@@ -108,7 +108,7 @@ def test_what_cannot_be_a_setting_is_told_with_file_and_line(
     line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for part in ("forgather_cli", "conf", "recipes"):
-        shutil.copytree(ROOT / part, tmp_path / part)
+        shutil.copytree(ROOT / part, tmp_path / part, ignore=shutil.ignore_patterns("*.pyc.*"))
     monkeypatch.chdir(tmp_path)
     [text] = [text for name, text in BLOCKS if name.endswith("lion/settings.py")]
     file = tmp_path / "forgather_cli/optim/lion/settings.py"

@@ -76,6 +76,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_directory: None) ->
         "HUGGINGFACE_CO_URL_TEMPLATE": hub.url + "/{repo_id}/resolve/{revision}/{filename}",
         "HF_HUB_CACHE": str(tmp_path / "hub"),
         "HF_HUB_OFFLINE": False,
+        "HF_HUB_ETAG_TIMEOUT": 120,
+        "HF_HUB_DOWNLOAD_TIMEOUT": 120,
     }.items():
         monkeypatch.setattr(constants, name, value)
     Path("notes.txt").write_text("to be or not to be, that is the question\n" * 20)

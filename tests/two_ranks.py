@@ -29,6 +29,11 @@ def fault(*faults: str, **settings: object) -> list[str]:
     return [f"+callbacks.fault.{name}={value}" for name, value in given.items()]
 
 
+def hold(event: str, step: int) -> list[str]:
+    """Words that have a run wait there for its end: ``faults.Hold``."""
+    return ["+callbacks.hold._target_=faults.Hold", f"+callbacks.hold.event={event}", f"+callbacks.hold.step={step}"]
+
+
 WATCHED = fault("step-nothing")
 """Words for a run whose ranks leave their process ids."""
 

@@ -20,7 +20,7 @@ from forgather_cli.terminal import bars
 
 collect_less()
 composed.share()
-bars.SILENCE = 3600.0  # see conftest.py
+bars.SILENCE = bars.Bar.__init__.__kwdefaults__["after"] = 3600.0  # see conftest.py
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # the command says so before it imports torch, which comes too late here
 for _name in (
     "torch._dynamo", "torch._dynamo.backends.common", "torch.distributed.fsdp", "torch.distributed.pipelining",

@@ -228,7 +228,7 @@ class Campaign:
 
 def _ended_by_itself(job: Job) -> list[str]:
     """What is wrong with a start that did not get to the instant of its kill."""
-    left = job.wait(5.0) if job.process.poll() is not None else job.members()
+    left = job.wait(LEFT_OVER) if job.process.poll() is not None else job.members()
     if left:
         show_stacks(left)
         return [f"undisturbed, it does not come to an end: {', '.join(map(str, left))}"]

@@ -8,17 +8,16 @@ import os
 import re
 import shlex
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from program import Process, forgather, printed, shown
+from program import Process, forgather, printed, shown, until
 from selection import some
 from terminal import Terminal
 from tiny import metrics as records
 from tiny import training_curve as curve
-from two_ranks import ended, train_in_pool
+from two_ranks import ended, hold, train_in_pool
 
 from forgather_cli.config import options
 from forgather_cli.config.schema import OptimizerSettings, SchedulerSettings
@@ -68,7 +67,7 @@ def reference(corpus: list[str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
     reference: Path, corpus: list[str], tmp_path: Path, signum: signal.Signals
 ) -> None:
-    with Process("train", *LONG, *corpus, "output_dir=run", cwd=tmp_path) as job:
+    with Process("train", *LONG, *corpus, *hold("on_step_end", 4), "output_dir=run", cwd=tmp_path) as job:
         job.read_until("step 3/")
         job.process.send_signal(signum)
         assert job.finish() == 75, job.output
@@ -83,7 +82,7 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_happened(
 
 
 def test_a_killed_run_goes_on_from_its_newest_checkpoint(reference: Path, corpus: list[str], tmp_path: Path) -> None:
-    with Process("train", *LONG, *corpus, "output_dir=run", cwd=tmp_path) as job:
+    with Process("train", *LONG, *corpus, *hold("on_save", 50), "output_dir=run", cwd=tmp_path) as job:
         job.read_until("checkpoint saved")
         job.process.kill()
         assert job.finish() == -signal.SIGKILL
@@ -97,7 +96,7 @@ def evaluations(run: Path) -> list[tuple[int, float]]:
 
 
 def test_a_stop_that_cannot_save_is_a_failure(corpus: list[str], tmp_path: Path) -> None:
-    words = [word for word in LONG if not word.startswith("save_steps")]
+    words = [*(word for word in LONG if not word.startswith("save_steps")), *hold("on_step_end", 4)]
     with Process("train", *words, *corpus, "save_strategy=no", "output_dir=run", cwd=tmp_path) as job:
         job.read_until("step 3/")
         Path("run/checkpoints").write_text("in the way")
@@ -161,9 +160,9 @@ def test_on_a_terminal_everything_is_aligned_and_control_c_leaves_it_clean(corpu
 
 def test_a_second_control_c_ends_at_once(corpus: list[str]) -> None:
     slow = ["per_device_train_batch_size=64", "global_batch_size=64", "model=tiny", "hidden_size=256", "seq_len=512"]
-    job = Terminal("train", *TINY, *corpus, *slow, "max_steps=1000", "output_dir=run")
+    job = Terminal("train", *TINY, *corpus, *slow, *hold("on_step_begin", 0), "max_steps=1000", "output_dir=run")
     job.read_until(r"train .*/1000")
-    time.sleep(0.2)
+    until(Path("run/held-0").exists)  # before a step begins one signal is enough
     job.press(b"\x03")
     job.read_until("a second signal ends at once")
     job.press(b"\x03")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from program import Process, document, forgather, printed, shown
+from program import Process, document, forgather, nobody_runs, printed, shown
 from ranks import run_ranks
 from tiny import decoder, metrics
 from tokenizers import decoders, models
@@ -23,7 +23,6 @@ from tokenizers import decoders, models
 from forgather_cli.cli.evaluate import config_to_evaluate
 from forgather_cli.data.text.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
 from forgather_cli.inference.evaluation import evaluate_source
-from forgather_cli.launch.processes import is_running
 from forgather_cli.loss.eval_metrics import EvalMetrics
 from forgather_cli.loss.losses import CrossEntropy, LinearCrossEntropy, UserFusedLoss, UserLoss
 
@@ -285,8 +284,8 @@ def test_ctrl_c_ends_all_ranks_at_once(run: Path, tmp_path: Path) -> None:
         job.process.send_signal(signal.SIGINT)
         sent = time.monotonic()
         assert job.finish() == 130, job.output
-    assert time.monotonic() - sent < 15
-    assert not any(is_running(int(path.read_text())) for path in Path().glob("pid-*"))
+    assert time.monotonic() - sent < 60
+    assert nobody_runs([int(path.read_text()) for path in Path().glob("pid-*")])
     assert job.lines[-1] == "ended by SIGINT"
     assert "Traceback" not in job.output
     assert not list((tmp_path / "tmp").iterdir())

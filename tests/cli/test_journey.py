@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import tiny
 from program import Process, forgather, nobody_runs
+from two_ranks import hold
 
 from forgather_cli.launch.processes import children
 
@@ -19,7 +20,7 @@ SETTINGS = (
 
 
 def killed_after_save(words: tuple[str, ...], step: int) -> None:
-    """Start a job and kill its launcher with SIGKILL once ``step`` is saved and another step is logged.
+    """Start a job, which waits for it, and kill its launcher with SIGKILL once ``step`` is saved.
 
     Its ranks are killed with it; until they are gone they could still write.
     """
@@ -36,8 +37,8 @@ def test_pipeline_killed_then_fsdp2_killed_then_single_is_the_uninterrupted_sing
     alone, run = tmp_path / "alone", tmp_path / "run"
     assert forgather("train", *SETTINGS, f"output_dir={alone}") == 0
     pipeline = ("trainer=pipeline", "nproc_per_node=2", "n_microbatches=4")
-    killed_after_save(("train", *SETTINGS, *pipeline, f"output_dir={run}"), 8)
-    killed_after_save(("resume", str(run), "trainer=fsdp2", "nproc_per_node=4"), 16)
+    killed_after_save(("train", *SETTINGS, *pipeline, *hold("on_save", 8), f"output_dir={run}"), 8)
+    killed_after_save(("resume", str(run), "trainer=fsdp2", "nproc_per_node=4", "callbacks.hold.step=16"), 16)
     assert forgather("resume", str(run), "trainer=single") == 0
     expected, curve = tiny.training_curve(alone), tiny.training_curve(run)
     assert [step for step, _, _ in curve] == list(range(1, 31))

@@ -99,6 +99,7 @@ def output(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
     """Prints what a function prints, or a command, to a terminal of 80 columns or a pipe."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(place / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "home"))  # others build and kill in the session's meanwhile
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setenv("COLUMNS", "80")
     handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
