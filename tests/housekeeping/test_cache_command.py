@@ -40,7 +40,7 @@ def write(directory: Path) -> Meta:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Three tokenized corpora, used today and 10 and 40 days ago, by a process that has ended; and a file of the user's.
+    """Three tokenized corpora, used today, 10 and 40 days ago, by a process that has ended; and a file of the user's.
 
     Not just now: a file system may tell times by the second.
     """
