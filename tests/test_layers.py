@@ -91,8 +91,9 @@ ALLOWED = {
     },
     "control": {"callbacks.base", "launch.exit_status"},
     "diloco": {
-        "callbacks.json_logger", "checkpoint", "config.decode", "config.diloco", "data.loaders.collate",
-        "data.loaders.map_style", "data.order", "distributed", "launch.context", "launch.exit_status", "models.parts",
+        "callbacks.json_logger", "checkpoint", "config.decode", "config.diloco", "control.accept",
+        "data.loaders.collate", "data.loaders.map_style", "data.order", "distributed", "launch.context",
+        "launch.exit_status", "models.parts",
         "optim.eager", "trainer.checkpoints", "trainer.run", "trainer.step_sync", "worker",
     },
     "checkpoint": {"distributed", "optim.groups", "optim.state"},

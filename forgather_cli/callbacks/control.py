@@ -210,8 +210,8 @@ class TrainerControlCallback(BuiltIn[ControlSettings]):
     def status(self) -> dict[str, Any]:
         """What ``forgather control status`` shows. Called in the server's threads, while training continues."""
         state, run = self._trainer.state, self._trainer.run_dir
-        step = state.global_step
         newest = state.log_history[: -_NEWEST - 1 : -1]
+        step = state.global_step  # after the logs: training goes on meanwhile, and no log is of a later one
         logs: dict[str, Any] = next((record for record in newest if "loss" in record), {})
         evaluation: dict[str, Any] = next((record for record in newest if "eval_loss" in record), {})
         metrics = {key: value for key, value in evaluation.items() if key.startswith("eval_")}

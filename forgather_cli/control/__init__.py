@@ -3,6 +3,7 @@
     client.py          the command line's side: HTTP requests, and waiting for a command's answer
     registry.py        where it finds jobs: the address and token of each, in the user's config directory
     server.py          HTTP in rank 0, in a thread of its own
+    accept.py          how it takes connections
     command_queue.py   commands of one job, from the server's threads to rank 0's main thread
     command_record.py  one command and its state, in HTTP and in RUN/control/<id>.json
 

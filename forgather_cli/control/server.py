@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 import h11
 
 from forgather_cli.control import listing
+from forgather_cli.control.accept import accepted
 from forgather_cli.control.command_queue import CommandQueue
 from forgather_cli.control.command_record import COMMANDS, command_name
 from forgather_cli.errors import ControlError
@@ -106,7 +107,7 @@ class ControlServer:
         try:
             while True:
                 try:
-                    connection, _ = await self._loop.sock_accept(self._listener)
+                    connection = await accepted(self._listener)
                 except OSError:  # it still waits: without a pause this would be tried again at once
                     await asyncio.sleep(_ACCEPT_PAUSE)
                     continue

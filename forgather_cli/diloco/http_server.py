@@ -19,6 +19,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from forgather_cli.control.accept import accepted
+
 log = logging.getLogger(__name__)
 
 HEAD = 10.0
@@ -176,7 +178,7 @@ async def _accept(
 
     while True:
         try:
-            connection, _ = await loop.sock_accept(listener)
+            connection = await accepted(listener)
         except OSError as error:  # no more files, or the client is gone already
             log.warning("a connection cannot be accepted: %s", error.strerror)
             await asyncio.sleep(_PAUSE)
@@ -196,4 +198,4 @@ async def _accept(
         task = loop.create_task(loop.connect_accepted_socket(make, connection, **limit))  # type: ignore[arg-type]
         begun[task] = loop.time()
         task.add_done_callback(end)
-        await asyncio.sleep(0)  # it begins, which asyncio's sock_accept alone does not wait for
+        await asyncio.sleep(0)  # it begins

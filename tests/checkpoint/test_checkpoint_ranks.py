@@ -18,7 +18,7 @@ import pytest
 import saving
 import torch
 import torch.distributed as dist
-from program import Process
+from program import Process, until
 from ranks import logged, run_ranks
 from safetensors.torch import load_file
 from saving import Box
@@ -179,7 +179,8 @@ def after(root: str, what: str) -> tuple[list[Any], list[str], list[int], bool]:
     Returns (failures, errors in the log, published steps, True if training never waited for the writer).
     """
     saver = saving.checkpointer(Path(root), async_save=True)
-    short = saving.settings_of(async_save=True, save_timeout=2.0)
+    # a disk that others use takes its time too, where it is not what is looked at
+    short = saving.settings_of(async_save=True, **({"save_timeout": 2.0} if LATE in WRONG[what][1] else {}))
     with logged() as messages:
         saving.save(saver, 1)
         saver.wait()
@@ -259,8 +260,9 @@ def saves_while_a_writer_hangs(root: str) -> tuple[list[Any], float]:
         for step in (2, 3):
             assert not saving.save(saver, step)
         took = time.monotonic() - started
-    saving.save(saver, 4)
-    saver.close()
+    with patch.object(saver, "_args", saving.settings_of(async_save=True)):
+        saving.save(saver, 4)
+        saver.close()
     return saver.failures, took
 
 
@@ -322,19 +324,24 @@ def test_a_publication_is_told_on_all_ranks_at_one_step(tmp_path: Path) -> None:
         saving.assert_content(Reader(RunDir(tmp_path).checkpoint(step)), step, size=256)
 
 
-def left_by_an_error(root: str) -> float:
-    """Rank 1 leaves while a checkpoint is being written, as after an exception; rank 0 takes longer."""
-    saver = saving.checkpointer(Path(root), async_save=True)
-    with disk_hangs_on(0, 0.1):
+def left_by_an_error(root: str) -> list[int]:
+    """Rank 1 leaves while a checkpoint is being written, as after an exception; rank 0 cannot write before it has."""
+    saver, has_left, fsync = saving.checkpointer(Path(root), async_save=True), Path(root) / "left", os.fsync
+
+    def hang(fd: int) -> None:
+        until(has_left.exists)
+        fsync(fd)
+
+    with patch.object(os, "fsync", hang if dist.get_rank() == 0 else fsync):
         saving.save(saver, 1)
-        started = time.monotonic()
         saver.close(patience=0.05 if dist.get_rank() == 1 else None)
-        return time.monotonic() - started
+        steps = saver.run.checkpoint_steps()
+        has_left.touch()
+    return steps
 
 
 def test_closing_asks_nobody(tmp_path: Path) -> None:
-    slow, impatient = run_ranks(2, left_by_an_error, str(tmp_path))
-    assert impatient < slow / 2
+    assert run_ranks(2, left_by_an_error, str(tmp_path)) == [[1], []]
     saving.assert_content(Reader(RunDir(tmp_path).checkpoint(1)), 1)
 
 
@@ -554,7 +561,7 @@ while round < 10 or (round < 40 and not in_a_save):  # where saves are short, fe
         os.kill(child, signal.SIGKILL)
     killed = time.monotonic()
     codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert time.monotonic() - killed < 5, "the others hang"
+    assert time.monotonic() - killed < 15, "the others hang"  # until save_timeout
     assert codes == [-9 if child in doomed else 7 for child in children], codes
     in_a_save |= bool(saving.debris(run))
     reached = saving.after_a_kill(run, reached, size=128)

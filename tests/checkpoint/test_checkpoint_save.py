@@ -74,7 +74,7 @@ def test_an_asynchronous_save_stores_the_state_of_its_step(tmp_path: Path) -> No
     weights, release = saving.tensors(1), threading.Event()
 
     def held_up(directory: Path) -> None:
-        assert release.wait(30)
+        assert release.wait(120)
         saving.write_model_files(directory)
 
     assert saving.save(saver, 1, model=saving.rows(weights), write_model_files=held_up)
@@ -147,12 +147,12 @@ def test_a_writer_that_hangs_is_left_to_itself_and_never_publishes(
     monkeypatch.setattr("forgather_cli.checkpoint.publish.GRACE", 0.05)
     saver = saving.checkpointer(tmp_path, async_save=True, save_timeout=0.1)
     release, threads = threading.Event(), set(threading.enumerate())
-    saving.save(saver, 1, write_model_files=lambda directory: release.wait(30) and None)
+    saving.save(saver, 1, write_model_files=lambda directory: release.wait(120) and None)
     saver.wait()
     assert saver.failures == [(1, "it took longer than save_timeout=0.1 seconds")]
     (writer,) = set(threading.enumerate()) - threads
     release.set()
-    writer.join(30)
+    writer.join(120)
     assert saver.run.checkpoint_steps() == []
     assert saving.debris(saver.run) == []
 

@@ -44,7 +44,7 @@ def training(*words: str) -> Process:
     job = Process("train", *WORDS, *words)
     job.read_until("control: this is")
     entry = registry.running()[-1]
-    job.until(lambda: client.status(entry)["step"] >= 3)
+    job.until(lambda: client.status(entry, patience=60)["step"] >= 3)
     return job
 
 
@@ -93,7 +93,7 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
         assert (now["global_step"], now["logs"]["loss"]) == (now["step"], now["metrics"]["loss"])
         assert 0 < now["logs"]["step"] <= now["step"]
         entry = registry.resolve("my-job")
-        job.until(lambda: client.status(entry)["step"] >= now["step"] + 5)  # training goes on meanwhile
+        job.until(lambda: client.status(entry, patience=60)["step"] >= now["step"] + 5)  # training goes on meanwhile
         assert say("status", "yours")[2].splitlines()[1:] == ["  my-job  run"]
         assert re.search(r"my-job .* \d+/100000 ", say("list")[1])
         listed = json.loads(say("list", "--json")[1])
@@ -130,11 +130,10 @@ def test_a_job_is_looked_at_and_named_in_every_way(say: Any) -> None:
 
 
 def test_a_job_that_is_killed_leaves_its_commands_unanswered_and_is_cleaned_up(say: Any) -> None:
-    with training("save_timeout=60") as job:
+    held = ["+callbacks.orders._target_=control_orders.Orders", "+callbacks.orders.orders=[step_begin 1 hold]"]
+    with training("save_timeout=60", *held) as job:
         entry = registry.resolve(None)
-        job.process.send_signal(signal.SIGSTOP)
-        job.process.send_signal(signal.SIGCONT)  # it takes in the command, and does not live to act on it
-        told = client.submit(entry, "save")
+        told = client.submit(entry, "save")  # it takes in the command, and does not live to finish it
         job.process.kill()
         with pytest.raises(client.ControlError, match=f"{entry.job_id}: ended before it answered"):
             client.wait(entry, told)

@@ -7,11 +7,13 @@ import shutil
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 from control.entries import entry
-from program import SMALL
+from control_orders import Orders
+from program import SMALL, until
 from ranks import RankError, run_ranks
 
 from forgather_cli.config.load import load_config
@@ -141,8 +143,18 @@ def test_an_abort_during_a_save_lets_that_be_finished(strategy: str, tmp_path: P
 
 
 @pytest.mark.parametrize("command", ["save", "stop", "save_and_stop"])
-def test_a_save_that_fails_is_a_failed_command_and_training_goes_on_if_it_may(command: str, tmp_path: Path) -> None:
+def test_a_save_that_fails_is_a_failed_command_and_training_goes_on_if_it_may(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     orders = ["step_begin 1 spoil", f"step_begin 2 {command}", "step_begin 38 save"]  # when the first has failed
+    happens = Orders.happens
+
+    def patient(self: Orders, event: str, state: Any, kwargs: dict[str, Any]) -> None:
+        if event == "on_step_begin" and state.global_step == 36:
+            until(lambda: kwargs["trainer"].checkpoints.is_done)
+        happens(self, event, state, kwargs)
+
+    monkeypatch.setattr(Orders, "happens", patient)
     end = run("single", tmp_path, orders)
     failed, *saved = end.answers
     assert failed.state == "failed"

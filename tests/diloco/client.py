@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from typing import Any
 import safetensors.torch
 import torch
 from forks import Program
-from program import Process
 from torch import Tensor
 
 from forgather_cli.diloco.encoding import Compression, encode
@@ -162,7 +160,7 @@ class FakeWorker:
 
 @dataclass
 class Served:
-    process: Program | subprocess.Popen[str]
+    process: Program
     run: RunDir
     client: Client
     output: Path
@@ -193,22 +191,20 @@ def serving(run: Path, *settings: str, resume: bool = False, source: str = "defa
     output = run.with_name(f"{run.name}.out")
     words = ["resume", str(run)] if resume else ["diloco", "server", source, f"output_dir={run}", "diloco.port=0"]
     place = RunDir(run)
-    with Process(*words, *settings) as started:
-        process = started.process
-        threading.Thread(target=copied, args=(process.stdout, output), daemon=True).start()
-        try:
-            yield Served(process, place, _connected(process, place, output), output)
-        finally:
-            process.kill()
-            process.wait()
+    output.touch()  # it writes there itself: what it has said when it answers can be read
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    process = Program(
+        ("-m", "forgather_cli", *words, *settings), str(Path.cwd()), environment, file=str(output.absolute())
+    )
+    process.stdout.close()
+    try:
+        yield Served(process, place, _connected(process, place, output), output)
+    finally:
+        process.kill()
+        process.wait()
 
 
-def copied(source: Any, target: Path) -> None:
-    with source, target.open("a", buffering=1) as stream:
-        stream.writelines(source)
-
-
-def _connected(process: Program | subprocess.Popen[str], run: RunDir, output: Path) -> Client:
+def _connected(process: Program, run: RunDir, output: Path) -> Client:
     end = time.monotonic() + 300
     while time.monotonic() < end:
         with contextlib.suppress(OSError, ValueError, KeyError):

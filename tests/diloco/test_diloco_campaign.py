@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from diloco.client import copied
 from diloco_campaign import Campaign
 from diloco_honest import HonestCampaign
 from forks import Program
@@ -16,8 +14,10 @@ from forks import Program
 
 def forked(words: list[str], environment: dict[str, str], output: Path) -> Program:
     """Members need not start interpreters."""
-    program = Program(("-m", "forgather_cli", *words), str(output.parent), {**environment, "PYTHONUNBUFFERED": "1"})
-    threading.Thread(target=copied, args=(program.stdout, output), daemon=True).start()
+    output.touch()
+    environment = {**environment, "PYTHONUNBUFFERED": "1"}
+    program = Program(("-m", "forgather_cli", *words), str(output.parent), environment, file=str(output))
+    program.stdout.close()
     return program
 
 

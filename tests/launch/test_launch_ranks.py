@@ -261,7 +261,7 @@ def test_ranks_meet_and_hear_of_each_other(of_one_node: bool, tmp_path: Path) ->
     assert first.failure() == raised
     leaving = threading.Thread(target=first.leave)
     leaving.start()  # waits for the other, if the store is in its process
-    leaving.join(0.3)
+    leaving.join(120 if of_one_node else 0.3)
     assert leaving.is_alive() is not of_one_node
     second.leave()
     leaving.join(10)

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -106,9 +107,9 @@ def test_a_signal_in_set_up_ends_at_once_and_a_run_with_a_checkpoint_can_go_on()
 
 
 def test_training_that_stands_still_ends_by_hang_timeout() -> None:
-    with Process("train", *SMALL, "hang_timeout=1", "hang_report_after=1", *fault("step-sleep", rank=0)) as job:
+    with Process("train", *SMALL, "hang_timeout=5", "hang_report_after=5", *fault("step-sleep", rank=0)) as job:
         assert job.finish() == 1, job.output
-    said = r"error: hang_timeout: no progress within 1 s: rank 0 stands at .*faults.py:\d+ in _sleep$"
+    said = r"error: hang_timeout: no progress within 5 s: rank 0 stands at .*faults.py:\d+ in _sleep$"
     [told] = [line for line in job.lines if line.startswith("error: ")]  # beside the report, which is due then too
     assert re.match(said, told), job.output
     assert f"error: {ended().reason}" == told
@@ -144,7 +145,8 @@ def test_control_c_stops_ranks_whose_output_goes_to_a_pipe_that_it_breaks() -> N
 
 def test_under_nohup_a_run_outlives_terminal_and_pipe_and_a_burst_of_one_signal_is_one() -> None:
     nohup = (
-        "import signal, sys; from forgather_cli.cli import app; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "import signal, sys; from forgather_cli.cli import app; from forgather_cli.launch import signals\n"
+        "signals._BURST = 2.0; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"  # a busy machine holds this test up
         f"sys.argv = ['forgather', 'train', *{LONG!r}]; app.main()"
     )
     with Process(code=nohup) as job:
@@ -156,6 +158,7 @@ def test_under_nohup_a_run_outlives_terminal_and_pipe_and_a_burst_of_one_signal_
         job.until(lambda: RUN.metrics.stat().st_size >= 2 * size)
         for _ in range(3):  # as coreutils' timeout does, to the process and to its group
             job.process.send_signal(signal.SIGTERM)
+            time.sleep(0.05)  # else the system makes one of them
         assert job.process.wait(timeout=60) == 75
     assert_stopped(signal.SIGTERM)
 

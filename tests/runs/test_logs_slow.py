@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,13 @@ from forgather_cli import Trainer, TrainerCallback, TrainingArguments
 from forgather_cli.run_dir import RunDir
 from forgather_cli.runs.slow import explain, times_of
 
+SLOW = 0.04
+"""Seconds: of 24 samples together a tenth of the time, even where a save takes as long as on a busy disk."""
+
 
 class SlowTokens(tiny.RandomTokens):
     def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
+        time.sleep(SLOW)
         return super().__getitem__(index)
 
 
@@ -41,7 +43,7 @@ def test_training_measures_where_its_time_goes(tmp_path: Path, capsys: pytest.Ca
     args = TrainingArguments(str(tmp_path), max_steps=6, per_device_train_batch_size=4, **settings)
     data, held_out = SlowTokens(24), tiny.RandomTokens(8)
     metrics = Trainer(tiny.decoder(), args, None, data, held_out, callbacks=[Slow]).train().metrics
-    assert metrics["data_seconds"] >= 24 * 0.01
+    assert metrics["data_seconds"] >= 24 * SLOW
     assert metrics["evaluation_seconds"] >= 2 * 0.2
     assert metrics["first_step_seconds"] >= 0.3
     kinds = ("step_seconds", "data_seconds", "evaluation_seconds", "first_step_seconds", "save_seconds")
@@ -180,9 +182,9 @@ def test_a_start_on_a_slower_machine_is_not_compared_with_the_one_before(tmp_pat
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this system does not tell who waits")
 @pytest.mark.usefixtures("one_thread")
 def test_steps_beside_processes_that_take_their_core_are_told(tmp_path: Path) -> None:
-    """All on one core, so that it is no matter what else this machine does."""
+    """All on one core, and so many that it is no matter what else this machine does there."""
     cores = os.sched_getaffinity(0)
-    code = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)\nwhile True: pass"  # started, it waits for its time
+    code = "kill -STOP $$; while :; do :; done"  # started, it waits for its time
     busy: list[subprocess.Popen[bytes]] = []
 
     class Busy(TrainerCallback):
@@ -194,7 +196,7 @@ def test_steps_beside_processes_that_take_their_core_are_told(tmp_path: Path) ->
     arguments = TrainingArguments(str(tmp_path), max_steps=120, logging_steps=10, use_cpu=True, save_strategy="no")
     try:
         os.sched_setaffinity(0, {min(cores)})
-        busy += [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+        busy += [subprocess.Popen(["sh", "-c", code]) for _ in range(16)]
         for process in busy:
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
         Trainer(tiny.decoder(), arguments, None, tiny.RandomTokens(), callbacks=[Busy]).train()
@@ -206,7 +208,7 @@ def test_steps_beside_processes_that_take_their_core_are_told(tmp_path: Path) ->
     waits = {record["step"]: record["cpu_wait"] for record in tiny.metrics(tmp_path) if "step_time" in record}
     assert max(waits[80], waits[90]) > 0.5
     assert all(0 <= wait <= 1 for wait in waits.values())
-    [finding] = (each for each in explain(RunDir(tmp_path)).findings if each.what.startswith("Steps "))
+    [finding] = (each for each in explain(RunDir(tmp_path)).findings if re.match(r"Steps \d", each.what))
     first, last = map(int, re.findall(r"Steps (\d+) to (\d+)", finding.what)[0])
     assert first <= 90 <= last + 10
     assert "cores" in finding.what
