@@ -62,7 +62,7 @@ def serve(
         except (OSError, UnicodeError) as error:
             raise SetupError(f"--port: {getattr(error, 'strerror', error)}; choose another, or 0 for any") from error
         with bound:
-            address, port, *_ = bound.getsockname()
+            address, *_ = bound.getsockname()
             is_near = address == "::1" or address.startswith("127.")
             if no_key and not is_near:
                 raise ConfigError(f"--no-key: whoever reaches {host} would be answered; leave --no-key out")
@@ -71,7 +71,7 @@ def serve(
             tell(f"warning: {'any program here is answered' if no_key else 'keys travel in the clear'}", sys.stderr)
         key = None if no_key else api_key or secrets.token_hex(32)
         place = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-        told = f"http://{place}:{port}/v1\nkey: {'the one given' if api_key else key or 'none'}"
+        told = f"http://{place}:PORT/v1\nkey: {'the one given' if api_key else key or 'none'}"
         _run([str(file), host, port, key, name, context], told)
 
 
@@ -116,7 +116,7 @@ def _file(source: Path, kind: str | None) -> Path:
 
 
 def _run(asked: list[Any], told: str) -> NoReturn:
-    """Have llama.cpp serve until a signal ends this process; ``told`` is printed once it answers.
+    """Have llama.cpp serve until a signal ends this process; ``told`` is printed once it answers, with its PORT.
 
     Raises ModelError where it does not load the file, and ForgatherError where it ends later.
     """
@@ -132,8 +132,9 @@ def _run(asked: list[Any], told: str) -> NoReturn:
                 if answers:
                     print(line, end="", file=sys.stderr, flush=True)
                 elif answers := line.startswith(plain_server.READY):
-                    tell(f"chats go by {line.removeprefix(plain_server.READY).strip()}", sys.stderr)
-                    print(told, flush=True)
+                    _, taken, template = line.strip().split(" ", 2)
+                    tell(f"chats go by {template}", sys.stderr)
+                    print(told.replace(":PORT", f":{taken}"), flush=True)
                 said += "" if answers else line
             ended = subprocess.CompletedProcess([], child.wait(), stderr=said)
         finally:

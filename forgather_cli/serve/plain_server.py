@@ -16,7 +16,7 @@ from pathlib import Path
 ASKED = "FORGATHER_SERVE"
 """Environment variable: the arguments of ``start``, JSON."""
 READY = "forgather-serve-ready"
-"""What the line begins with that says that it answers, and which template chats go by."""
+"""What the line begins with that says that it answers, at which port, and which template chats go by."""
 
 
 def start(model: str, host: str, port: int, key: str | None, name: str, context: int) -> None:
@@ -38,9 +38,11 @@ def start(model: str, host: str, port: int, key: str | None, name: str, context:
     if b"general.file_type\x04\0\0\0\0\0\0\0" in head:  # ALL_F32
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    server = xllamacpp.Server(params)  # noqa: F841 - it serves as long as it is there
+    server = xllamacpp.Server(params)  # it serves as long as it is there
+    taken = server.listening_address.rpartition(":")[2]  # for 0 one that llama.cpp has found
     has_template = b"tokenizer.chat_template\x08" in head
-    print(READY, "the file's template" if has_template else "ChatML's, since the file has no template", flush=True)
+    template = "the file's template" if has_template else "ChatML's, since the file has no template"
+    print(READY, taken, template, flush=True)
     os.read(0, 1)  # nothing is to be read: it ends when who asked has ended, however that is
     os._exit(1)  # the server's threads may wait for each other at the end (xllamacpp 2026.10)
 

@@ -61,7 +61,7 @@ def test_llama_cpp_ends_with_who_started_it(signum: int) -> None:
         started = children(job.process.pid)
         os.kill(job.process.pid, signum)
         job.finish()
-    assert nobody_runs(started, 5)
+    assert nobody_runs(started)
 
 
 def maps(pid: int) -> str:

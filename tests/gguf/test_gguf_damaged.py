@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import resource
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from gguf_files import STOP, byte_level, made
-from program import printed
+from program import Process, printed
 
-from forgather_cli.errors import ModelError
-from forgather_cli.gguf.reader import llama_cpp
 from forgather_cli.gguf.write import write_gguf
 
 TOO_MANY = 2**63
@@ -63,17 +61,35 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
+# By a small process: what its children take at most counts from the memory of the process that starts them.
+MEASURED = """
+import resource, sys
+from forgather_cli.errors import ModelError
+from forgather_cli.gguf.reader import llama_cpp
+
+for file in sys.argv[1:]:
+    try:
+        print(llama_cpp("context_length", model=file))
+    except ModelError as error:
+        print(error)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime, used.ru_maxrss)
+"""
+
+
 def test_a_whole_file_and_each_kind_of_damage(healthy: Path, tmp_path: Path) -> None:
-    assert llama_cpp("context_length", model=str(healthy)) == {"tokens": 256}
-    content, file = healthy.read_bytes(), tmp_path / "file.gguf"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    for damage in DAMAGE.values():
-        file.write_bytes(damage(content))
-        with pytest.raises(ModelError, match=r"^llama\.cpp cannot load and run file\.gguf \(.*\)$"):
-            llama_cpp("context_length", model=str(file))
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime - before.ru_utime < len(DAMAGE)
-    assert after.ru_maxrss <= max(before.ru_maxrss, 2**18)  # KiB
+    files = [tmp_path / f"{number}.gguf" for number in range(len(DAMAGE))]
+    for file, damage in zip(files, DAMAGE.values(), strict=True):
+        file.write_bytes(damage(healthy.read_bytes()))
+    with Process(str(healthy), *map(str, files), code=MEASURED, cold=True) as job:
+        assert job.finish() == 0, job.output
+    whole, *told, used = job.lines
+    assert whole == "{'tokens': 256}"
+    for file, line in zip(files, told, strict=True):
+        assert re.fullmatch(rf"llama\.cpp cannot load and run {file.name} \(.*\)", line)
+    seconds, kilobytes = map(float, used.split())
+    assert seconds < len(DAMAGE)
+    assert kilobytes <= 2**18
 
 
 def test_a_damaged_file_given_to_eval(healthy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -176,6 +176,22 @@ def test_it_may_be_another_model_of_the_same_vocabulary(capsys: pytest.CaptureFi
 # ------------------------------------------------------------------------------------------ kills, stops, resumes
 
 
+# Each pair takes 20 ms more, and all take half a minute: whoever waits for some of them sees them in time.
+SLOWLY = """
+import time
+from forgather_cli.cli import app
+from forgather_cli.preference import reference
+
+class Slow(reference.Bar):
+    def add(self, count):
+        time.sleep(0.02)
+        super().add(count)
+
+reference.Bar = Slow
+app.main()
+"""
+
+
 def begun(run: str, *words: str) -> Process:
     """A run of many pairs, one at a time, which has computed some of the reference."""
 
@@ -183,7 +199,7 @@ def begun(run: str, *words: str) -> Process:
         return sum(path.stat().st_size for path in Path("cache/references").glob(".tmp-*/part-*"))
 
     before = size()
-    process = Process("train", "model=nano", *SMALL, *RUN, f"output_dir={run}", *words)
+    process = Process("train", "model=nano", *SMALL, *RUN, f"output_dir={run}", *words, code=SLOWLY)
     process.until(lambda: size() > before + 1200)
     return process
 

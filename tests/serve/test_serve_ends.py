@@ -33,10 +33,10 @@ def test_a_signal_amid_an_answer(server: Served, signum: int, code: int) -> None
         began = time.monotonic()
         server.process.send_signal(signum)
         assert server.finish() == code
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < 20.0  # the answer would take minutes
         with pytest.raises(Exception, match=r"incomplete|closed|peer|Connection"):
             list(answer)
-    assert nobody_runs([llama], 1.0)
+    assert nobody_runs([llama])
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -47,7 +47,7 @@ def test_a_kill_leaves_nothing(server: Served, is_stopped: bool) -> None:
         if is_stopped:
             os.kill(llama, signal.SIGSTOP)
         server.process.kill()
-        assert nobody_runs([llama], 2.0)
+        assert nobody_runs([llama])
 
 
 def test_ctrl_c_on_a_terminal(file: Path) -> None:
@@ -55,7 +55,7 @@ def test_ctrl_c_on_a_terminal(file: Path) -> None:
     terminal.read_until("key: ")
     os.write(terminal.master, b"\x03")
     terminal.read_until(None)
-    assert terminal.process.wait(10) == 130
+    assert terminal.process.wait(60) == 130
     assert "Traceback" not in terminal.output
     assert "error" not in terminal.output
 
