@@ -114,7 +114,7 @@ _pool = _Pool()
 atexit.register(_pool.close)
 
 
-def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(count: int, function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> list[Any]:
     """``function(*args)`` on ``count`` gloo ranks; results by rank. Raises RankError."""
     _pool.grow(count)
     _pool.wake(count)
