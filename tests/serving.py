@@ -22,7 +22,7 @@ class Served(Process):
         self.key = self.read_until("^key: ").removeprefix("key: ").strip()
 
     def client(self, key: str | None = None) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url, api_key=key or self.key, max_retries=0, timeout=120)
+        return openai.OpenAI(base_url=self.url, api_key=key or self.key, max_retries=0, timeout=600)
 
     @property
     def llama(self) -> int:
