@@ -52,7 +52,7 @@ class DPO(Loss):
     def data(self, dataset: Any, *known: Any) -> Any:
         from forgather_cli.preference.reference import PairsWithReference, values_of_checkpoint
 
-        made = PairsWithReference(dataset)
+        made = dataset if isinstance(dataset, PairsWithReference) else PairsWithReference(dataset)
         if known and self.has_reference:
             made.values[:] = values_of_checkpoint(self.reference, *known)
         return made
@@ -62,6 +62,14 @@ class DPO(Loss):
 
         if self.has_reference:
             find_or_compute(self, loop, reader)
+
+    def before_evaluation(self, dataset: Any) -> None:
+        values = getattr(dataset, "values", None)  # a loader of one's own has none
+        if self.has_reference and (values is None or values.isnan().any()):
+            raise DataError(
+                "loss=dpo: what the reference says of these pairs is not known; train() computes it at its beginning, of "
+                "the Trainer's train_dataset and eval_dataset alone: evaluate these, and after train()"
+            )
 
     def check_first_step(self) -> None:
         """Have the first step compare what the model says with what it has said before: all its code is the same.

@@ -150,8 +150,7 @@ class Trainer(Loop):
             data_description=data_description or {}, data_files=data_files or {},
             job=job or from_python.ScriptJob(should_stop, on_stop, run_dir if self._files else None),
         )  # fmt: skip
-        if self._settings_loss is not None and (data := self._settings_loss.data) is not None:
-            self.train_dataset, self.eval_dataset = (s if s is None else data(s) for s in (train_dataset, eval_dataset))
+        self.train_dataset, self.eval_dataset = map(self._as_the_loss_reads, (self.train_dataset, self.eval_dataset))
         if objects.init_weights is not init_weights:  # made on meta: parameters are empty
             self.load_checkpoint(self.args.resume_from_checkpoint)
 
@@ -249,6 +248,8 @@ class Trainer(Loop):
         """Collective. The arrays that ``predictions`` keeps of a split, by name, if it is given; and the metrics."""
         run = self.run
         loader = self._eval_loader(dataset)
+        if self._settings_loss is not None and self._settings_loss.before_evaluation is not None:
+            self._settings_loss.before_evaluation(loader.dataset)
         with evaluation.tasks_of(self._loss, loader.dataset, self._token_bytes, run.strategy.device) as tasks:
             metrics = evaluation.evaluate(
                 run.strategy, loader, run.config, what=what, prefix=prefix, group=run.cpu_group, sync=sync, run=run,
@@ -334,12 +335,16 @@ class Trainer(Loop):
 
         What an override returns is read as a ready dataloader in the place of the split.
         """
-        run, dataset = self.run, self.eval_dataset if eval_dataset is None else eval_dataset
+        run, dataset = self.run, self._as_the_loss_reads(self.eval_dataset if eval_dataset is None else eval_dataset)
         if dataset is None:
             raise DataError("eval_dataset: missing; evaluation needs one (or set eval_strategy=no)")
         if run.eval_loader is None or run.eval_loader.dataset is not dataset:
             run.eval_loader = eval_loader(self.run.config, run.strategy, dataset, self._data_ranks, self._collate_fn)
         return run.eval_loader
+
+    def _as_the_loss_reads(self, dataset: Any) -> Any:
+        made = None if self._settings_loss is None else self._settings_loss.data
+        return dataset if made is None or dataset is None else made(dataset)
 
     # ----------------------------------------------------------------------------------------------- progress and files
 

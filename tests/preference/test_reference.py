@@ -16,8 +16,10 @@ import torch
 from program import Process, forgather, refusal
 from safetensors.torch import load_file
 
+from forgather_cli import compose
 from forgather_cli.callbacks.base import TrainerCallback
 from forgather_cli.data.cache import Cache
+from forgather_cli.errors import DataError
 from forgather_cli.preference.reference import _written
 from forgather_cli.run_dir import RunDir
 
@@ -171,6 +173,24 @@ def test_it_may_be_another_model_of_the_same_vocabulary(capsys: pytest.CaptureFi
     command = ("train", "model=nano", *SMALL, *RUN, "output_dir=refused")
     assert "another vocabulary" in refusal(capsys, *command, "loss.reference=small")
     assert "loss.reference" in refusal(capsys, *command, "loss.reference=nowhere")
+
+
+def test_a_script_evaluates_what_the_reference_is_known_of() -> None:
+    """Its loss would be that of pairs which the model does not tell apart, or nan."""
+    trainer = compose("default", "model=nano", *SMALL, *RUN, "max_steps=3", "output_dir=run")
+    unread = trainer.eval_dataset._dataset
+    with pytest.raises(DataError, match="what the reference says of these pairs is not known"):
+        trainer.evaluate()
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == logged("run", "eval_loss")[3]
+    for evaluate in (trainer.evaluate, trainer.predict):
+        with pytest.raises(DataError, match="what the reference says of these pairs is not known"):
+            evaluate(unread)
+    trainer.eval_dataset = unread
+    with pytest.raises(DataError, match="what the reference says of these pairs is not known"):
+        trainer.evaluate()
+    alone = compose("default", "model=nano", *SMALL, *RUN, "loss.variant=orpo", "output_dir=orpo")  # it has none
+    assert alone.evaluate()["eval_loss"] == alone.evaluate(alone.eval_dataset._dataset)["eval_loss"] > 1
 
 
 # ------------------------------------------------------------------------------------------ kills, stops, resumes
