@@ -68,7 +68,7 @@ class Loss(ABC):
     """Collective, before the first step, with the loop and the reader of the checkpoint that it goes on from, if any.
     """
     before_evaluation: Callable[[Any], None] | None = None
-    """On all ranks, before an evaluation of the dataset that ``data`` has made. Raises SetupError where it cannot be."""
+    """On all ranks, before a dataset that ``data`` has made is evaluated. Raises SetupError where it cannot be."""
     before_update: Callable[[Any], None] | None = None
     """Collective, with the run, when a step has its gradients."""
     is_likelihood: bool = False

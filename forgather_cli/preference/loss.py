@@ -67,8 +67,8 @@ class DPO(Loss):
         values = getattr(dataset, "values", None)  # a loader of one's own has none
         if self.has_reference and (values is None or values.isnan().any()):
             raise DataError(
-                "loss=dpo: what the reference says of these pairs is not known; train() computes it at its beginning, of "
-                "the Trainer's train_dataset and eval_dataset alone: evaluate these, and after train()"
+                "loss=dpo: what the reference says of these pairs is not known; train() computes it at its beginning, "
+                "of the Trainer's train_dataset and eval_dataset alone: evaluate these, and after train()"
             )
 
     def check_first_step(self) -> None:

@@ -72,6 +72,8 @@ class StrategyLM(TemplateLM):  # type: ignore[misc]
         self._max_tokens, self._on_batch, self._directory = max(max_tokens, max_length), on_batch, directory
         self.eot_token_id = tokenizer.eos_token_id
         begin = self.eot_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+        if begin is None:
+            raise DataError(f"{directory}: its tokenizer has no begin token and no end token, one of which tasks need")
         self.prefix_token_id, self._begin = begin, tokenizer.decode([begin])
         self._alone = {"add_special_tokens": False} if accepts(tokenizer.encode, "add_special_tokens") else {}
         self._chat, self._ends = ChatTemplate.of(directory), stop_tokens(directory, tokenizer, None)

@@ -125,6 +125,14 @@ def test_a_gguf_file_and_an_encoder_decoder_are_refused(tasks: str, capsys: pyte
     assert "is an encoder-decoder" in refusal(capsys, "eval", "both", *asked(tasks), "device=cpu")
 
 
+def test_a_tokenizer_without_a_begin_and_an_end_is_refused(tasks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in model_directory(Path("base")).glob("*config.json"):
+        file.write_text(
+            json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k[:4] not in ("bos_", "eos_")})
+        )
+    assert "no begin token and no end token" in refusal(capsys, "eval", "base", *asked(tasks), "device=cpu")
+
+
 def test_a_dataset_that_cannot_be_fetched_is_said_with_the_command_that_fetches_it(
     tasks: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
