@@ -265,6 +265,8 @@ def test_on_a_terminal_a_bar_stands_while_samples_are_written_and_they_are_liter
     alone = shown_by == "nothing else"
     code = f"""
 from test_textgen import *
+from forgather_cli.terminal import bars
+bars.Bar.__init__.__kwdefaults__["after"] = 0.0  # see conftest.py
 class Slow(Speaker):
     def logits(self, *given, **options):
         time.sleep(0.21)
