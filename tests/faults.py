@@ -105,21 +105,25 @@ class Fault(TrainerCallback):
 
 class Hold(EveryEvent):
     """Stands still in one event, once that step is reached, until the run is killed or told to stop, by who could else
-    come too late: steps of a tiny model take milliseconds. Once in a run directory for each step.
+    come too late: steps of a tiny model take milliseconds. In the first start with that step, however soon it ends.
     """
 
     def __init__(self, event: str, step: int) -> None:
-        self._event, self._step = event, step
+        self._event, self._step, self._waits = event, step, False
 
     def happens(self, event: str, state: Any, kwargs: dict[str, Any]) -> None:
-        if event == self._event and state.global_step >= self._step:
-            mark = kwargs["trainer"].run_dir.root / f"held-{self._step}"
-            if not mark.exists():
-                mark.touch()
-                until_a_stop_is_noticed()
+        run = kwargs["trainer"].run_dir.root
+        if event == "on_train_begin":
+            self._waits = not (first := run / f"hold-{self._step}").exists()
+            first.touch()
+        elif self._waits and event == self._event and state.global_step >= self._step:
+            self._waits = False
+            (run / f"held-{self._step}").touch()
+            until_a_stop_is_noticed()
 
 
 def until_a_stop_is_noticed() -> None:
     """In a thread of its own: steps of a tiny model are faster."""
-    while all(thread.name != "forgather-grace" for thread in threading.enumerate()):
+    end = time.monotonic() + 300
+    while time.monotonic() < end and all(thread.name != "forgather-grace" for thread in threading.enumerate()):
         time.sleep(0.005)
