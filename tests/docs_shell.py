@@ -86,7 +86,8 @@ class Shell:
             **os.environ, "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}",
             "XDG_CONFIG_HOME": str(directory / ".config"), "COLUMNS": "160",
         }  # fmt: skip
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._serving = threading.Thread(target=self._serve, daemon=True)
+        self._serving.start()
 
     def run(self, script: str) -> tuple[int, str]:
         """Exit code and output of some lines of bash, the first of which that fails ends it."""
@@ -100,6 +101,8 @@ class Shell:
             return done.returncode, output.read()
 
     def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)  # to close it does not wake the thread that waits there
+        self._serving.join()
         self._server.close()
         for program in self._programs:
             program.kill()
@@ -121,8 +124,10 @@ class Shell:
                 self._programs.append(program)
                 if {"train", "resume"} & {*command}:
                     self._trainings.append(program)
-            for line in program.stdout:
-                client.sendall(line.encode())
+            with program.stdout:
+                for line in program.stdout:
+                    with contextlib.suppress(BrokenPipeError):  # nobody reads it any more
+                        client.sendall(line.encode())
             client.sendall(b"\0%d" % program.wait(300))
 
     def _wait_for_jobs(self) -> None:
